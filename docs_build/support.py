@@ -24,6 +24,7 @@ FEATURES = {
     "embeddings, classes, scores": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "expert parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "decode context parallelism": ("refused", "refused", "refused", "tests"),
     "pipeline stages": ("refused", "refused", "refused", "tests"),
     "replicas (data parallelism) of models without experts": ("refused", "refused", "refused", "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),

@@ -24,6 +24,7 @@ class PlainPlatform(PagedPlatform):
     worker_cls = f"{__name__}.PlainWorker"
     serves_stages = True
     serves_replicas = True
+    serves_decode_context = True
 
     @classmethod
     def serves_connectors(cls, vllm_config: Any) -> bool:

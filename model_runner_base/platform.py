@@ -64,6 +64,10 @@ class PagedPlatform(Platform):
     """Whether engines can be replicated (``data_parallel_size``). A device says so whose workers take the device at
     ``ModelRunnerWorker.device_index``."""
 
+    serves_decode_context = False
+    """Whether ranks can keep a part of each request's keys (``decode_context_parallel_size``). A device says so whose
+    layers run the base's own attention, with collectives among its operations."""
+
     num_local_workers = 1
     """Number of workers on this host, which a worker sets when it starts."""
 
@@ -166,6 +170,10 @@ class PagedPlatform(Platform):
             return "model_runner_base.attention.sparse.SparseLatentBackend"
         if attn_selector_config.use_mla:
             return "model_runner_base.attention.latent.LatentAttentionBackend"
+        from vllm.config import get_current_vllm_config
+
+        if get_current_vllm_config().parallel_config.decode_context_parallel_size > 1:
+            return "model_runner_base.attention.decode_context.ContextBackend"
         return "model_runner_base.attention.paged.PagedAttentionBackend"
 
     @staticmethod

@@ -106,7 +106,11 @@ class ModelRunnerWorker(WorkerBase):
                 self.local_rank,
                 current_platform.dist_backend,
             )
-            ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+            ensure_model_parallel_initialized(
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                decode_context_model_parallel_size=parallel.decode_context_parallel_size,
+            )
         use_groups(self)
         check_serves_connectors(current_platform, self.vllm_config)
         self._look_at_scheduler()

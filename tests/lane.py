@@ -28,6 +28,7 @@ NEWEST = [
     "base/test_audio.py",
     "base/test_block_sparse.py",
     "base/test_config_fields.py",
+    "base/test_decode_context.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",
     "base/test_expert_ranks.py",

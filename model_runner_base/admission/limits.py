@@ -14,6 +14,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.admission.attention_limits import check_attention
+from model_runner_base.admission.decode_context_limits import check_decode_context
 from model_runner_base.admission.kv_connectors import check_connector
 from model_runner_base.admission.multimodal_limits import check_multimodal, check_text_alone
 from model_runner_base.admission.pooling_limits import check_pooling
@@ -132,9 +133,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         f"weight transfer by {', '.join(WRITING_BACKENDS)} is not supported: use a backend that calls the model's"
         " load_weights, such as gloo": setting(vllm_config, "weight_transfer_config.backend") in WRITING_BACKENDS,
         "micro-batching is not supported yet: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
-        "context parallelism is not supported yet: use prefill_context_parallel_size=1 and"
-        " decode_context_parallel_size=1": (
-            max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1
+        "prefill context parallelism is not supported yet: use prefill_context_parallel_size=1": (
+            parallel.prefill_context_parallel_size > 1
         ),
         "experts are not moved between ranks yet: leave out enable_eplb and eplb_config": parallel.enable_eplb,
         "expert parallelism is not supported with pipeline stages yet: leave out enable_expert_parallel, experts are"
@@ -177,6 +177,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
     }
     refuse(refusals)
+    if parallel.decode_context_parallel_size > 1:
+        check_decode_context(vllm_config)
     if parallel.pipeline_parallel_size > 1:
         _check_stages(vllm_config)
     if parallel.data_parallel_size > 1:

@@ -50,8 +50,9 @@ def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
         )
     if not cache.num_gpu_blocks or _frees_blocks(vllm_config):
         return
-    # One block is the null block, which no request gets.
-    num_places = (cache.num_gpu_blocks - 1) * cache.block_size
+    # One block is the null block, which no request gets. Each rank of a group has a part of a request's tokens.
+    num_parts = vllm_config.parallel_config.decode_context_parallel_size
+    num_places = (cache.num_gpu_blocks - 1) * cache.block_size * num_parts
     if num_tokens > num_places:
         raise RequestError(
             f"a prompt of {num_tokens} tokens does not fit the KV cache, whose {cache.num_gpu_blocks - 1} blocks hold "

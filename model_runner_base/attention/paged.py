@@ -310,10 +310,13 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             scale, total = self._sink(maximum, total)
             out = out * scale
         # A padding row sees nothing: its sum is 0, and its output must stay finite.
-        out = out / total.clamp(min=1e-30)
+        return self._by_token(out / total.clamp(min=1e-30), plan)
+
+    def _by_token(self, rows: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        """[NT * Q, H * W] rows [NT, K, Q * G, W] of query tiles, token by token."""
         group = self.num_heads // self.num_kv_heads
-        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.value_size).transpose(1, 2)
-        return out.reshape(-1, self.num_heads * self.value_size)
+        by_token = rows.view(-1, self.num_kv_heads, plan.last.shape[1], group, rows.shape[-1]).transpose(1, 2)
+        return by_token.reshape(-1, self.num_heads * rows.shape[-1])
 
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan

@@ -51,6 +51,7 @@ def attention_groups(
         first = layers[next(iter(group.layers))]
         cut = _Cut.of(group.block_size, first.get_attn_backend(), vllm_config, tiles)
         blocks_per_kv_block = group.block_size // cut.block_size
+        cut = cut.over(vllm_config.parallel_config.decode_context_parallel_size)
         cross_len = cross_length(vllm_config) if attends_to_encoder(first) else 0
         max_len = cross_len or max_model_len
         table = BlockTable(max_num_reqs, max_len, cut.block_size, cut.blocks_per_tile, blocks_per_kv_block)
@@ -103,6 +104,10 @@ class _Cut(NamedTuple):
         kv_tile = kv_tile_for(block_size, tiles[0], least_tile(vllm_config, tiles[0]))
         chunk_kv_tile = whole_blocks(stored, tiles[1], least_chunk_tile(vllm_config, tiles))
         return cls(stored, kv_tile, chunk_kv_tile, math.lcm(max(1, kv_tile // stored), chunk_kv_tile // stored))
+
+    def over(self, ranks: int) -> "_Cut":
+        """Sizes in positions where each of ``ranks`` keeps a part of them (attention/decode_context.py)."""
+        return _Cut(self.block_size * ranks, self.kv_tile * ranks, self.chunk_kv_tile * ranks, self.blocks_per_tile)
 
 
 def _alike(

@@ -8,6 +8,7 @@ from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
 from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
+from model_runner_base.caches.decode_context import ContextCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.paged import ChosenCaches, PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
@@ -31,6 +32,7 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 KINDS: tuple[type[CacheKind], ...] = (
     ScratchCaches,
     PagedCaches,
+    ContextCaches,
     ChosenCaches,
     ContiguousDecode,
     CrossCaches,

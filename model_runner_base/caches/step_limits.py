@@ -23,8 +23,9 @@ def step_limits(
     """Limits of a step, and the tilings of attention; ``kv_tile`` and the next two are as in ``ModelRunnerBase``."""
     scheduler = vllm_config.scheduler_config
     speculation = read_speculation(vllm_config)
-    decode = Tiling(1 + speculation.num_drafts, least_tile(vllm_config, kv_tile))
-    chunk = Tiling(chunk_query_tile, least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    decode = Tiling(1 + speculation.num_drafts, least_tile(vllm_config, kv_tile) * ranks)
+    chunk = Tiling(chunk_query_tile, least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)) * ranks)
     layers = attention_layers(vllm_config).values()
     has_plans = all(reads_plans(layer.get_attn_backend()) for layer in layers)
     has_plans = has_plans and all(map(is_plain, recurrent_layers(vllm_config).values()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from model_runner_base.admission import limits
+from model_runner_base.admission import decode_context_limits, limits
 from model_runner_base.admission.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.loader import load_checkpoint
@@ -136,7 +136,6 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("cache_config.kv_sharing_fast_prefill", True, "leave out kv_sharing_fast_prefill"),
         ("parallel_config.use_ubatching", True, "leave out enable_dbo and ubatch_size"),
         ("parallel_config.prefill_context_parallel_size", 2, "use prefill_context_parallel_size=1"),
-        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
         ("parallel_config.enable_eplb", True, "leave out enable_eplb and eplb_config"),
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
         ("model_config.is_attention_free", True, "a model of attention layers"),
@@ -289,6 +288,42 @@ def test_what_replicas_are_not_served_with_yet(
     config: Any = deepcopy(SERVED)
     config.parallel_config.data_parallel_size = 2
     check_refused(config, setting, value, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline stages .*: use pipeline_parallel_size=1 or decode_"),
+        ("parallel_config.data_parallel_size", 2, "replicas .*: use data_parallel_size=1 or decode_"),
+        ("speculative_config", draft(), "speculative decoding .*: leave out speculative_config"),
+        ("lora_config", object(), "adapters .*: leave out enable_lora"),
+        ("kv_transfer_config", object(), "KV connectors .*: leave out kv_transfer_config and kv_offloading_size"),
+        ("cache_config.kv_offloading_size", 0.1, "KV connectors .*: leave out kv_transfer_config and kv_offloading_"),
+        ("parallel_config.dcp_comm_backend", "a2a", "dcp_comm_backend=a2a is not supported: leave it out"),
+        ("parallel_config.dcp_q_replicate", True, "leave out dcp_q_replicate"),
+        ("model_config.is_hybrid", True, "recurrent layers are not cut over positions yet"),
+        ("model_config.use_mla", True, r"latent attention \(MLA\) is not cut over positions yet"),
+        ("model_config.hf_text_config.sliding_window", 24, "layers with a window, .* are not cut over positions yet"),
+        ("model_config.hf_text_config.attention_chunk_size", 9, "with attention in chunks, are not cut over positions"),
+        ("model_config.runner_type", "pooling", "pooling models are not supported with decode context parallelism"),
+        ("model_config.is_multimodal_model", True, "images and other items are not supported with decode context"),
+        ("model_config.is_encoder_decoder", True, "encoder-decoder models are not supported with decode context"),
+        ("model_config.get_total_num_kv_heads", lambda: 2, "on 1 ranks, .* no groups of 2: use a decode_context_.* 1$"),
+    ],
+)
+def test_what_parts_of_each_request_are_not_served_with_yet(
+    setting: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = SimpleNamespace(serves_decode_context=True)
+    monkeypatch.setattr(decode_context_limits, "current_platform", platform)
+    config: Any = deepcopy(SERVED)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = 2
+    config.model_config.hf_text_config = SimpleNamespace(sliding_window=None, model_type="llama")
+    config.model_config.get_total_num_kv_heads = lambda: 1
+    check_refused(config, setting, value, message)
+    platform.serves_decode_context = False
+    with pytest.raises(UnsupportedConfigError, match="context parallelism does not run on this device yet"):
+        check_config(config)
 
 
 @pytest.mark.parametrize(

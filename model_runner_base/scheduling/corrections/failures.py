@@ -235,7 +235,8 @@ def _num_blocks(config: KVCacheConfig, num_tokens: int, scheduler: Any) -> int:
 def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)  # Layers of one type but several sizes.
     if isinstance(spec, FullAttentionSpec):
-        return -(-num_tokens // spec.block_size)
+        # Each of these ranks keeps its part of the positions.
+        return -(-num_tokens // (spec.block_size * scheduler.dcp_world_size))
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     if window is None:
         return spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes
