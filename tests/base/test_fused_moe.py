@@ -176,6 +176,7 @@ def layer_with(**router_options: Any) -> Any:
     return SimpleNamespace(
         router=router,
         e_score_correction_bias=bias,
+        experts_of_tokens=None,
         layer_name="experts",
         global_num_experts=router_options["global_num_experts"],
     )

@@ -324,11 +324,13 @@ def _transposed(weight: Any, keeps_loader: bool) -> Any:
     return transposed
 
 
-def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+def choose_and_run(
+    layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor, token_ids: torch.Tensor | None
+) -> torch.Tensor:
     """The weighted sum of each token's routed experts. ``hidden`` [T, hidden], ``router_logits`` [T, experts]."""
     if layer.gate is not None:
         router_logits, _ = layer.gate(hidden)
-    weights, ids = select_experts(layer, hidden, router_logits)
+    weights, ids = select_experts(layer, hidden, router_logits, token_ids)
     if (first := layer.first_zero_expert) is not None:
         returns_input = ids >= first
         share = torch.where(returns_input, weights, 0.0).sum(dim=1, keepdim=True)

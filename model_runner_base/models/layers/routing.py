@@ -4,9 +4,11 @@ The routers themselves call kernels that not every device has. So only their set
 computed here.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
@@ -15,7 +17,11 @@ from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import Grou
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
 
 ROUTERS = (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter, ZeroExpertRouter)
-SCORES = {"softmax": lambda logits: logits.softmax(dim=-1), "sigmoid": torch.sigmoid}
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
 
 
 def check_router(layer: Any) -> None:
@@ -34,8 +40,13 @@ def check_router(layer: Any) -> None:
         raise NotImplementedError(f"{layer.layer_name}: {layer.global_num_experts} experts do not make {groups} groups")
 
 
-def select_experts(layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and ids of each token's experts, both [T, top-k], from ``logits`` [T, experts]."""
+def select_experts(
+    layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and ids of each token's experts, both [T, top-k], from ``logits`` [T, experts].
+
+    Where a table has the experts of each token (DeepSeek V4's first layers), ``token_ids`` [T] choose them.
+    """
     router = layer.router
     if isinstance(router, CustomRoutingRouter):
         weights, ids = router.custom_routing_function(
@@ -48,7 +59,11 @@ def select_experts(layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor
     choice = scores if bias is None else scores + bias
     if isinstance(router, GroupedTopKRouter):
         choice = _within_best_groups(choice, router.num_expert_group, router.topk_group, 1 if bias is None else 2)
-    ids = choice.topk(router.top_k, dim=-1).indices
+    if (table := layer.experts_of_tokens) is None:
+        ids = choice.topk(router.top_k, dim=-1).indices
+    else:
+        assert token_ids is not None, "the model gave its experts no token ids"
+        ids = table[token_ids].long()
     weights = scores.gather(1, ids)
     if router.renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -33,8 +33,9 @@ SWIGLU_LIMITS = dict.fromkeys(("swigluoai", "swigluoai_uninterleave"), (None, 7.
 DIVIDING_LAYERS = {"DeepseekV2DecoderLayer", "AXK1DecoderLayer", "OpenPanguDecoderLayer"}
 """Decoder layers that divide all that they add to the residual, in float16, as vLLM divides their shared experts."""
 
-ChooseAndRun = Callable[["ExpertsView", torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes a layer, hidden states [T, hidden] and the router's logits [T, experts]; returns the sum of routed experts."""
+ChooseAndRun = Callable[["ExpertsView", torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Takes a layer, hidden states [T, hidden], the router's logits [T, experts], and token ids [T] where a table has each
+token's experts; returns the sum of routed experts."""
 
 
 class ExpertsView:
@@ -73,6 +74,7 @@ class ExpertsView:
         """A setting of the weights' module that plain torch does not support; None if there is none."""
         limit = getattr(self.weights, "swiglu_limit", None)
         is_clamped = self.activation.startswith("swigluoai")
+        table = getattr(getattr(self.module, "router", None), "_hash_indices_table", None)
         alpha, beta = (
             getattr(self.weights, f"swiglu_{name}", None) if is_clamped else None for name in ("alpha", "beta")
         )
@@ -80,7 +82,7 @@ class ExpertsView:
             f"swiglu_limit={limit}": limit not in SWIGLU_LIMITS.get(self.activation, (None,)),
             f"swiglu_alpha={alpha}": alpha not in (None, 1.702),
             f"swiglu_beta={beta}": beta not in (None, 1.0),
-            "hash routing": getattr(self.weights, "hash_indices_table", None) is not None,
+            "hash routing": table is not None and self.experts_of_tokens is None,
         }
         return next((what for what, is_wanted in wanted.items() if is_wanted), None)
 
@@ -93,6 +95,12 @@ class ExpertsView:
     def add_after_reduction(self, states: torch.Tensor) -> None:
         """Has the layer add what experts without weights make, which every rank has whole."""
         self.router._zero_expert_output = states
+
+    @property
+    def experts_of_tokens(self) -> torch.Tensor | None:
+        """[vocabulary, top-k] experts of each token id; None where the router's logits choose."""
+        table: torch.Tensor | None = getattr(getattr(self.module, "gate", None), "tid2eid", None)
+        return table
 
     @property
     def has_own_forward(self) -> bool:
@@ -117,7 +125,7 @@ class ExpertsView:
         """Returns what ``FusedMoE.forward`` returns: the experts' sum, after the shared experts' output if any."""
         layer = self.module
         shared = None if layer.shared_experts is None else layer.shared_experts(hidden_states)
-        out = choose_and_run(self, layer.apply_routed_input_transform(hidden_states), router_logits)
+        out = choose_and_run(self, layer.apply_routed_input_transform(hidden_states), router_logits, None)
         return self._reduced(out) if shared is None else (self._reduced(shared), self._reduced(out))
 
     def _reduced(self, states: torch.Tensor) -> torch.Tensor:
@@ -131,12 +139,13 @@ class ExpertsView:
         hidden: torch.Tensor,
         logits: torch.Tensor,
         shared_input: torch.Tensor | None,
+        token_ids: torch.Tensor | None = None,
         *_: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Replaces the inner call of ``MoERunner.forward``, which itself transforms inputs, and reduces outputs."""
         shared = self.module.shared_experts
         shared_out = None if shared is None else shared._layer(shared_input)
-        out = choose_and_run(self, hidden, logits)
+        out = choose_and_run(self, hidden, logits, token_ids)
         return out if shared_out is None else (shared_out, out)
 
 
