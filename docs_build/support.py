@@ -33,6 +33,7 @@ FEATURES = {
     "quantised checkpoints, dequantised": ("tests", NOT_RUN, "-", "tests"),
     "latent attention (MLA)": ("tests", NOT_RUN, "refused", "tests"),
     "sparse attention (DSA) beyond `index_topk`": ("tests", NOT_RUN, "refused", "tests"),
+    "compressed attention (DeepSeek V4, vLLM 0.33)": ("-", "-", "refused", "tests"),
     "8-bit KV cache": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "int8 weights": ("tests", NOT_RUN, "-", "-"),
     "attention kernel in NKI": ("tests on a stand-in for NKI", NOT_RUN, "-", "-"),

@@ -251,7 +251,7 @@ class PagedPlatform(Platform):
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.models.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
-        from model_runner_base.vllm_compat.probes.models import has_own_kernels, has_unequal_heads
+        from model_runner_base.vllm_compat.probes.models import has_own_kernels, has_unequal_heads, tokens_per_entry
         from model_runner_base.vllm_compat.probes.multimodal import takes_items
         from model_runner_base.vllm_compat.types.kv_cache import raise_limit_for_encoder
 
@@ -263,7 +263,8 @@ class PagedPlatform(Platform):
 
             set_line_size(vllm_config)
         else:
-            set_default_block_size(vllm_config.cache_config, cls.default_block_size)
+            entry = tokens_per_entry(vllm_config.model_config) if vllm_config.model_config else 1
+            set_default_block_size(vllm_config.cache_config, math.lcm(cls.default_block_size, entry))
         offload_by_the_base(vllm_config)
         check_serves_connectors(cls, vllm_config)
         if cls.stands_before_requests:

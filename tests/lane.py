@@ -29,6 +29,7 @@ NEWEST = [
     "base/test_block_sparse.py",
     "base/test_config_fields.py",
     "base/test_decode_context.py",
+    "base/test_deepseek_v4.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",
     "base/test_expert_ranks.py",

@@ -11,8 +11,10 @@ from model_runner_base.vllm_compat.probes.models import (
     LAYER_TYPES,
     chooses_blocks,
     has_unequal_heads,
+    is_deepseek_v4,
     is_minimax_m3,
     other_layer_type,
+    tokens_per_entry,
 )
 from model_runner_base.vllm_compat.probes.multimodal import takes_items
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
@@ -45,6 +47,18 @@ PUBLISHED_OF_HY_V4 = {
     "attention_bias": False,
 }
 """Settings of HY V4 with the values that are tested; vLLM's class passes over the last three."""
+PUBLISHED_OF_DEEPSEEK_V4 = {
+    "head_dim": 512,
+    "index_head_dim": 128,
+    "topk_method": "noaux_tc",
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+"""Settings of DeepSeek V4 with the values that are tested; vLLM's class makes the first two alone, and passes over
+others."""
 SPARSE_OF_HY_V4 = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse")
 """Layer types of HY V4 whose tokens see chosen keys."""
 DRAFTS_BY_SEVERAL = ("Step3p5ForCausalLM",)
@@ -65,6 +79,8 @@ def check_attention(vllm_config: VllmConfig) -> None:
         _check_minimax_m3(vllm_config)
     if model.architecture == HY_V4:
         _check_hy_v4(vllm_config)
+    if is_deepseek_v4(model.architecture):
+        _check_deepseek_v4(vllm_config)
     if chooses_blocks(model):
         _check_chosen_blocks(vllm_config)
     if model.architecture in DRAFTS_BY_SEVERAL or has_unequal_heads(model.architecture, model.hf_text_config):
@@ -179,6 +195,38 @@ def _check_hy_v4(vllm_config: VllmConfig) -> None:
         ),
         "adapters are not supported with HY V4 yet: leave out enable_lora": vllm_config.lora_config,
         f"drafts by {drafts and drafts.method} are not supported with HY V4 yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
+    }
+    refuse(refusals)
+
+
+def _check_deepseek_v4(vllm_config: VllmConfig) -> None:
+    """Refuses what was not tried of DeepSeek V4, and settings that vLLM's class passes over."""
+    model, drafts, cache = vllm_config.model_config, vllm_config.speculative_config, vllm_config.cache_config
+    config, rate = model.hf_text_config, tokens_per_entry(model)
+    others = [name for name, value in PUBLISHED_OF_DEEPSEEK_V4.items() if getattr(config, name, None) != value]
+    wanted = ", ".join(f"{name}={PUBLISHED_OF_DEEPSEEK_V4[name]}" for name in others)
+    refusals = {
+        f"DeepSeek V4 is served as published, with {wanted}: correct config.json": others,
+        f"block_size={cache.block_size} does not hold whole entries of {rate} tokens: use a multiple of {rate}": (
+            cache.block_size % rate
+        ),
+        "DeepSeek V4 is not cut over ranks or stages yet: leave out tensor_parallel_size and pipeline_parallel_size": (
+            vllm_config.parallel_config.world_size > 1
+        ),
+        "token ids choose experts of DeepSeek V4, and prompt embeddings have none: leave out enable_prompt_embeds": (
+            model.enable_prompt_embeds
+        ),
+        "caches of 8 bits are not supported with DeepSeek V4 yet: leave out kv_cache_dtype": (
+            cache.cache_dtype.startswith("fp8")
+        ),
+        "an indexer's keys are kept in the model's dtype: leave out indexer_kv_dtype": (
+            setting(vllm_config, "attention_config.indexer_kv_dtype") not in KEPT_AS_THEY_ARE
+        ),
+        "caches of DeepSeek V4 are not transferred yet: leave out kv_transfer_config": (
+            setting(vllm_config, "kv_transfer_config")
+        ),
+        f"drafts by {drafts and drafts.method} are not supported with DeepSeek V4 yet: use one of "
         f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
     }
     refuse(refusals)

@@ -272,6 +272,19 @@ def plan_of_chosen(table: KeyTable, positions: torch.Tensor) -> PairPlan:
     )
 
 
+def is_chosen(plan: PairPlan) -> torch.Tensor:
+    """[P, 1, Q, S] bool: which keys of each pair's KV tile are among the positions that its queries chose."""
+    assert plan.chosen is not None and plan.pair_start is not None
+    chosen, start, num_keys = plan.chosen[plan.pair_tile], plan.pair_start.view(-1, 1, 1), plan.kv_tile
+    # At most S of the positions are the pair's own, and they follow each other.
+    first = (chosen < start).sum(dim=2, keepdim=True)
+    index = first + torch.arange(min(num_keys, chosen.shape[2]), device=first.device)
+    place = chosen.gather(2, index.clamp(max=chosen.shape[2] - 1)) - start
+    place = torch.where((place >= 0) & (place < num_keys), place, num_keys).long()
+    of_keys = torch.zeros((*place.shape[:2], num_keys + 1), dtype=torch.bool, device=place.device)
+    return of_keys.scatter(2, place, True)[..., :num_keys].unsqueeze(1)
+
+
 def padding_last(is_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Order in which pairs come before padding, [P] int32, and which places of it have a pair, [P] bool.
 

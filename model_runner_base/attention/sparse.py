@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionLayer
 
-from model_runner_base.attention.choice import SparseMetadata
+from model_runner_base.attention.choice import SparseMetadata, is_chosen
 from model_runner_base.attention.latent import LatentAttentionBackend, LatentAttentionImpl
 from model_runner_base.attention.metadata import PairPlan
 
@@ -52,12 +52,4 @@ class SparseLatentImpl(LatentAttentionImpl):
         return super().forward(layer, query, key, value, kv_cache, chosen, output)
 
     def _is_chosen(self, plan: PairPlan) -> torch.Tensor:
-        assert plan.chosen is not None and plan.pair_start is not None
-        chosen, start, num_keys = plan.chosen[plan.pair_tile], plan.pair_start.view(-1, 1, 1), plan.kv_tile
-        # At most S of the positions are the pair's own, and they follow each other.
-        first = (chosen < start).sum(dim=2, keepdim=True)
-        index = first + torch.arange(min(num_keys, chosen.shape[2]), device=first.device)
-        place = chosen.gather(2, index.clamp(max=chosen.shape[2] - 1)) - start
-        place = torch.where((place >= 0) & (place < num_keys), place, num_keys).long()
-        is_chosen = torch.zeros((*place.shape[:2], num_keys + 1), dtype=torch.bool, device=place.device)
-        return is_chosen.scatter(2, place, True)[..., :num_keys].unsqueeze(1)
+        return is_chosen(plan)

@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
+from model_runner_base.caches.compressed import CompressedCaches
 from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.decode_context import ContextCaches
@@ -34,6 +35,7 @@ KINDS: tuple[type[CacheKind], ...] = (
     PagedCaches,
     ContextCaches,
     ChosenCaches,
+    CompressedCaches,
     ContiguousDecode,
     CrossCaches,
     BuilderCaches,

@@ -57,10 +57,16 @@ def asked_memory(vllm_config: VllmConfig) -> int | None:
 def pair_shapes(specs: Iterable[Any], model_config: ModelConfig) -> set[PairShape]:
     """Shapes of the pairs of layers with these KV-cache specs; those of encoder-only layers, if there are no specs.
 
-    Query heads are those of the whole model, also where each rank has some of them.
+    Query heads are those of the whole model, also where each rank has some of them. Where layers keep one row a token,
+    rows that are longer than the model's heads are none that pairs read (attention/compressed.py).
     """
     heads = model_config.model_arch_config.total_num_attention_heads
-    shapes = {PairShape(heads, spec.num_kv_heads, larger_head(spec), 1 if is_of_latents(spec) else 2) for spec in specs}
+    shapes = set[PairShape]()
+    for spec in specs:
+        size, num_halves = larger_head(spec), 2
+        if is_of_latents(spec):
+            size, num_halves = min(size, model_config.get_head_size()), 1
+        shapes.add(PairShape(heads, spec.num_kv_heads, size, num_halves))
     return shapes or {PairShape(heads, model_config.get_total_num_kv_heads(), model_config.get_head_size())}
 
 

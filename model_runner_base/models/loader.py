@@ -15,6 +15,7 @@ from model_runner_base.errors import UnsupportedConfigError, first_line
 from model_runner_base.models.draft_loading import load_draft
 from model_runner_base.models.layers.block_sparse import use_plain_block_sparse
 from model_runner_base.models.layers.cache_scales import CacheScales, has_small_cache
+from model_runner_base.models.layers.compressed_attention import use_plain_compressed
 from model_runner_base.models.layers.fused_moe import use_plain_experts
 from model_runner_base.models.layers.indexer import use_plain_indexers
 from model_runner_base.models.layers.latent_attention import use_plain_latents
@@ -33,7 +34,8 @@ from model_runner_base.models.recurrent.layers import use_plain_recurrences
 from model_runner_base.models.weight_stream import get_model, keep_all
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import wrong_in_float16
-from model_runner_base.vllm_compat.probes.models import is_minimax_m3
+from model_runner_base.vllm_compat.probes.models import is_deepseek_v4, is_minimax_m3
+from model_runner_base.vllm_compat.types.deepseek_v4 import plain_deepseek_v4
 from model_runner_base.vllm_compat.types.recurrent import has_states
 
 EXPLAINED = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
@@ -48,6 +50,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     """
     if has_states(vllm_config) and not use_plain_layers:
         check_kernels(vllm_config)
+    if is_deepseek_v4(vllm_config.model_config.architecture) and not use_plain_layers:
+        raise UnsupportedConfigError(
+            "DeepSeek V4 runs in plain torch, which this device does not use: use another model"
+        )
     if vllm_config.model_config.use_mla and not use_plain_layers:
         if num_indexed_keys(vllm_config.model_config) is not None:
             raise UnsupportedConfigError(
@@ -77,7 +83,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         use_plain_kimi_linear(vllm_config)
         use_plain_unequal_heads(vllm_config.model_config)
     try:
-        with scales.places if scales else nullcontext():
+        made_plain = plain_deepseek_v4(vllm_config) if use_plain_layers else nullcontext()
+        with scales.places if scales else nullcontext(), made_plain:
             model = get_model(vllm_config, filtered=scales.take if scales else keep_all)
         is_draft = True
         load_draft(vllm_config, model)
@@ -94,6 +101,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_recurrences(model)
             use_plain_latents(model)
             use_plain_block_sparse(model, vllm_config)
+            use_plain_compressed(model, vllm_config)
             # A draft has an indexer of its own, and may never keep vLLM's.
             if any(map(hides_keys, _models_of(vllm_config))):
                 use_plain_indexers(model)

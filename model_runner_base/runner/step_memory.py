@@ -13,7 +13,7 @@ from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS, tiles_at_once
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
-from model_runner_base.vllm_compat.probes.models import chooses_blocks
+from model_runner_base.vllm_compat.probes.models import chooses_blocks, is_deepseek_v4
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 SAMPLING_ARRAYS = 10
@@ -60,7 +60,10 @@ def estimate_step_memory(
         layer += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
         if hides_keys(model_config):
-            layer += _choice(model_config, dims, limits, block_size, is_unrolled)
+            choice = num_indexed_keys(model_config) or 0, limits.max_model_len
+            layer += _choice(model_config, dims, limits, block_size, is_unrolled, *choice)
+        if is_deepseek_v4(model_config.architecture):
+            layer += _compression(model_config, dims, limits, block_size, is_unrolled)
         if chooses_blocks(model_config):
             layer += _choice_of_blocks(model_config, dims, limits, block_size)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
@@ -109,15 +112,21 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
 
 
 def _choice(
-    model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits, block_size: int, is_unrolled: bool
+    model_config: ModelConfig,
+    dims: Mapping[str, int],
+    limits: StepLimits,
+    block_size: int,
+    is_unrolled: bool,
+    count: int,
+    length: int,
 ) -> int:
-    """Numbers that an indexer's choice takes (attention/choice.py), with decode rows and chunk tiles.
+    """Numbers that an indexer's choice of ``count`` keys, of up to ``length``, takes (attention/choice.py), with decode
+    rows and chunk tiles.
 
     By query tile, the table of block ids, and the pairs that it is made of, with their int64 indices; by query, scores
     and places of the chosen keys, and entries of the cache; what one round takes; which keys of a piece's pairs tokens
     of chunks have chosen.
     """
-    count, length = num_indexed_keys(model_config) or 0, limits.max_model_len
     heads, size = _largest(model_config, "index_n_heads"), _largest(model_config, "index_head_dim")
     numbers = round_numbers = 0
     for query, keys, tiles, piece in (
@@ -135,6 +144,28 @@ def _choice(
         round_numbers = max(round_numbers, at_once.tiles * of_tile)
     pairs = min(dims["chunk_pairs"], limits.chunk_piece or dims["chunk_pairs"])
     return numbers + round_numbers + pairs * limits.chunk.query * (2 * count + 6 * limits.chunk.keys)
+
+
+def _compression(
+    model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits, block_size: int, is_unrolled: bool
+) -> int:
+    """Numbers that compressed entries take beside attention (attention/compressed.py), with rows and chunk tiles.
+
+    By query tile, tables of places of blocks and of entries, with the pairs of these; partial results over both; rows
+    of the windows that end in a tile, before and after the mask, with their weights.
+    """
+    config = model_config.hf_text_config
+    rates, size, heads = set(config.compress_rates.values()), config.head_dim, config.num_attention_heads
+    length = limits.max_model_len // min(rates)
+    tables = 2 * -(-limits.max_model_len // block_size) + 6 * length
+    numbers = 0
+    for query, tiles in (
+        (limits.longest_row, dims["decode_rows"]),
+        (limits.chunk.query, dims["chunk_tiles"]),
+    ):
+        read = max(-(-query // rate) * 2 * rate for rate in rates)
+        numbers += tiles * (tables + 8 * read * 2 * size + 3 * query * heads * size)
+    return numbers + _choice(model_config, dims, limits, 1, is_unrolled, config.index_topk, length)
 
 
 def _choice_of_blocks(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits, block_size: int) -> int:

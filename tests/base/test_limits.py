@@ -451,7 +451,9 @@ def test_drafts_whose_indexer_is_not_the_models(
 ) -> None:
     """A draft by mtp has the fields of config.json, where the model has those of ``hf_overrides``."""
     config = with_indexer(max_model_len=2049)
-    drafting = SimpleNamespace(max_model_len=2049, hf_text_config=SimpleNamespace(index_topk=2048))
+    drafting = SimpleNamespace(
+        architecture="DeepSeekMTPModel", max_model_len=2049, hf_text_config=SimpleNamespace(index_topk=2048)
+    )
     config.speculative_config = draft(**HEAD | {"draft_model_config": drafting}, method="mtp")
     check_config(config)
     vars(config.model_config.hf_text_config).update(of_model)

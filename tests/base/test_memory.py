@@ -207,6 +207,7 @@ HIDDEN, INNER, HEADS, VOCABULARY = 100, 300, 6, 1000
 
 def model_config(**text_config: int) -> Any:
     return SimpleNamespace(
+        architecture="LlamaForCausalLM",
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCABULARY,
         get_num_experts=lambda: text_config.get("num_experts", 0),
@@ -413,3 +414,23 @@ def test_step_memory_counts_a_choice_of_blocks() -> None:
     assert added == 4 * 5 * queries * 2 * (512 - 32) // 16
     longest = [estimate(length, sparse_attention_config=settings) for length in (832, 1 << 20)]
     assert longest[0] == longest[1] > estimate(1 << 20) == estimate(512)
+
+
+def test_step_memory_counts_compression() -> None:
+    """Longer requests take larger tables of entries, of which lower rates make more; a higher rate reads more rows."""
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    dims = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 32, "head_dim": 16, "num_attention_heads": HEADS}
+    size = LIMITS.mixed_size(4, 20, 100, 3, 12)
+
+    def estimate(max_model_len: int = 512, **others: Any) -> int:
+        config = model_config(**(dims | {"compress_rates": rates} | others))
+        config.architecture = "DeepseekV4ForCausalLM"
+        return estimate_step_memory(
+            [size], replace(LIMITS, max_model_len=max_model_len), {"layer": spec(1, 16)}, config
+        )
+
+    tiles = LIMITS.named(size)["decode_rows"] + LIMITS.named(size)["chunk_tiles"]
+    assert estimate(4096) - estimate() >= 4 * tiles * 6 * (4096 - 512) // 4
+    assert estimate(4096, compress_rates=rates | {"compressed_sparse_attention": 8}) < estimate(4096)
+    assert estimate(compress_rates=rates | {"heavily_compressed_attention": 256}) > estimate()
+    assert estimate(index_topk=128) > estimate()

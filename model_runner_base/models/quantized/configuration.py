@@ -20,6 +20,7 @@ from model_runner_base.models.quantized.gguf.weights import GgufWeights
 from model_runner_base.models.quantized.stored import StoredTensors
 from model_runner_base.models.quantized.stream import first_fault
 from model_runner_base.models.quantized.weight_format import WeightFormat
+from model_runner_base.vllm_compat.probes.models import is_deepseek_v4
 from model_runner_base.vllm_compat.probes.quantization import is_registered_by_user
 
 logger = init_logger(f"vllm.{__name__}")
@@ -76,6 +77,10 @@ def check_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> None
     it is incomplete, or stored otherwise than its config says. Says in the log what is done with a checkpoint that is
     dequantised."""
     form = format_of_model(model_config)
+    if form is not None and is_deepseek_v4(model_config.architecture):
+        raise UnsupportedConfigError(
+            "quantised checkpoints of DeepSeek V4 are not dequantised yet: use one whose weights are in bfloat16"
+        )
     if form is None or load_config.load_format == "dummy":
         return
     from vllm.model_executor.model_loader import get_model_loader

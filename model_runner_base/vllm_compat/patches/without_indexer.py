@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig
 
+from model_runner_base.vllm_compat.probes.models import is_deepseek_v4
+
 _FIELD = "index_topk"
 """Field of a config by which vLLM's classes tell whether there is an indexer."""
 
@@ -37,7 +39,10 @@ class _WithoutIndexer:
 
 
 def num_indexed_keys(model_config: ModelConfig) -> int | None:
-    """Number of keys that a model's indexer leaves a token; None for a model without one."""
+    """Number of keys that a model's indexer leaves a token; None for a model without one, or whose indexers choose
+    among compressed entries."""
+    if is_deepseek_v4(model_config.architecture):
+        return None
     return getattr(model_config.hf_text_config, _FIELD, None)
 
 
@@ -52,7 +57,7 @@ def is_dense(model_config: ModelConfig) -> bool:
     return num_indexed_keys(model_config) is not None and not hides_keys(model_config)
 
 
-class _OnHost:
+class OnHost:
     """View of vLLM's platform as one whose device is the host, where models are made."""
 
     device_type = "cpu"
@@ -79,7 +84,7 @@ def without_indexer(model_config: ModelConfig) -> Iterator[None]:
             own = WITH_OWN_BUFFERS.get(model_config.architecture)
             for name in (*WITH_BUFFERS, own) if own else WITH_BUFFERS:
                 module: Any = import_module(name)
-                stack.enter_context(patch.object(module, "current_platform", _OnHost(module.current_platform)))
+                stack.enter_context(patch.object(module, "current_platform", OnHost(module.current_platform)))
         try:
             yield
         finally:

@@ -52,6 +52,23 @@ def is_minimax_m3(architecture: str) -> bool:
     return architecture.startswith("MiniMaxM3Sparse")
 
 
+DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
+
+
+def is_deepseek_v4(architecture: str) -> bool:
+    """Whether an architecture is vLLM's own class of DeepSeek V4, which keeps compressed entries of tokens."""
+    return architecture == DEEPSEEK_V4
+
+
+def tokens_per_entry(model_config: Any) -> int:
+    """Largest number of tokens that a layer compresses to one entry of a cache (DeepSeek V4); 1 for other models."""
+    if not is_deepseek_v4(model_config.architecture):
+        return 1
+    config = model_config.hf_text_config
+    rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
+    return max([rates.get(kind, 1) for kind in getattr(config, "layer_types", ())], default=1)
+
+
 def has_own_kernels(architecture: str, config: Any) -> bool:
     """Whether a model's class runs keys and values of unequal head sizes with kernels that it names itself."""
     return "Pangu" in architecture and getattr(config, "param_sink_number", 0) > 0

@@ -1,0 +1,269 @@
+"""Attention to a sliding window and to compressed entries of the tokens before (DeepSeek V4), on plans of paged
+attention.
+
+A layer of rate r keeps an entry of every r tokens. It is a mixture of rows that the tokens leave, channel by channel:
+
+    entry w = norm(sum over j of softmax_j(gate_j) * value_j),  rotated at position r w
+
+The j are the r tokens from position r w on. With an overlap, a row has two values and two gates, and entry w also takes
+the first ones of the r tokens before, and the second ones of its own. The token at position t sees the entries
+w < (t + 1) // r: all of them, or those that an indexer chose, whose keys are compressed alike. It also sees keys of its
+window. Both are under one softmax, with a sink.
+
+Rows of tokens, entries and the keys of a window are caches on the block table of one group: the entry of a token is at
+the row of the token's place, divided by r. An entry is made in the step of its last token, and again if a step is
+repeated; until then no token sees it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from vllm.v1.attention.backend import AttentionMetadata
+
+from model_runner_base.attention.cache_format import CacheFormat
+from model_runner_base.attention.choice import Chooser, KeyTable, is_chosen, padding_last, plan_of_chosen
+from model_runner_base.attention.latent import LatentFormat
+from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
+from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
+from model_runner_base.attention.pieces import Partial, attend_in_pieces, exp, merge
+from model_runner_base.attention.plan import FAR
+from model_runner_base.step.rounds import is_read_at_once
+
+ENTRIES_AT_ONCE = 64
+"""Number of entries in a KV tile."""
+
+
+@dataclass(frozen=True)
+class RowsFormat(CacheFormat):
+    """Format of one row of ``head_size`` numbers for each ``tokens_per_row`` tokens, [rows, numbers]."""
+
+    tokens_per_row: int = 1
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks * block_size // self.tokens_per_row, self.head_size)
+
+
+class CompressedBackend(PagedAttentionBackend):
+    """Attention backend, as vLLM knows it, of the caches of layers with compressed entries, and of their windows."""
+
+    reads_lines: ClassVar[bool] = False
+
+
+@dataclass
+class CompressedMetadata(AttentionMetadata):
+    """Plans of a step over all tokens, with tables of their places; shared by rows of tokens and by entries."""
+
+    planned: PagedAttentionMetadata
+    rows: KeyTable | None
+    """Table of the decode rows; None if there are none."""
+    chunks: KeyTable | None
+    """The same for tiles of chunks."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T] place of each token among all places of the cache."""
+        return self.planned.slot_blocks * self.planned.block_size + self.planned.slot_offsets
+
+    @property
+    def tables(self) -> list[KeyTable]:
+        return [table for table in (self.rows, self.chunks) if table is not None]
+
+
+class Windows(NamedTuple):
+    """Windows of tokens that end among the tokens of each query tile: N of NT tiles, and M tokens in each."""
+
+    position: torch.Tensor
+    """[NT, N] first position that an entry stands for."""
+    is_real: torch.Tensor
+    """[NT, N] bool: whether a token of the tile ends the window."""
+    places: torch.Tensor
+    """[NT, N, M] places of the tokens' rows."""
+    is_token: torch.Tensor
+    """[NT, N, M] bool: whether there is such a token."""
+    entry: torch.Tensor
+    """[NT, N] row of the entry in its cache; 0, in the null block, if the window is not real."""
+
+    @classmethod
+    def of(cls, table: KeyTable, rate: int, overlaps: bool) -> "Windows":
+        """Windows of ``rate`` tokens, preceded by as many more with an overlap."""
+        first, last = table.last[:, :1], table.last.amax(dim=1, keepdim=True)
+        device, num_windows = first.device, -(-table.last.shape[1] // rate)
+        index = torch.arange(num_windows, dtype=torch.int32, device=device)
+        position = (first.clamp(min=0) // rate + index) * rate
+        is_real = (first >= 0) & (position + rate - 1 <= last)
+        start, count = (-rate, 2 * rate) if overlaps else (0, rate)
+        tokens = position.unsqueeze(2) + torch.arange(start, start + count, dtype=torch.int32, device=device)
+        is_token = (tokens >= 0) & is_real.unsqueeze(2)
+        tokens = torch.where(is_token, tokens, 0)
+        places = table.entries(tokens.flatten(1)).view_as(tokens)
+        entry = torch.where(is_real, table.entries(position) // rate, 0)
+        return cls(position, is_real, places, is_token, entry)
+
+
+class Compressor:
+    """Compression of tokens' rows to entries of ``size`` numbers, one of ``rate`` tokens.
+
+    ``overlaps`` says whether an entry also takes the ``rate`` tokens before.
+    """
+
+    def __init__(self, rate: int, size: int, overlaps: bool) -> None:
+        self.rate, self.size, self.overlaps = rate, size, overlaps
+
+    @property
+    def row_size(self) -> int:
+        """Number of numbers in a token's row: values, then gates, twice as many with an overlap."""
+        return 2 * (1 + self.overlaps) * self.size
+
+    def mixtures(self, table: KeyTable, cache: torch.Tensor) -> tuple[torch.Tensor, Windows] | None:
+        """Mixtures [NT, N, size] of the rows in ``cache`` [places, row size] for windows that a step ends, and the
+        windows; None if it is known that there are none. Those of windows that are not real are finite."""
+        windows = Windows.of(table, self.rate, self.overlaps)
+        if is_read_at_once(windows.is_real) and not bool(windows.is_real.any()):
+            return None
+        values, gates = cache[windows.places].chunk(2, dim=3)
+        if self.overlaps:
+            values, gates = (
+                torch.cat((x[:, :, : self.rate, : self.size], x[:, :, self.rate :, self.size :]), dim=2)
+                for x in (values, gates)
+            )
+        is_token = windows.is_token.unsqueeze(3)
+        # Rows that nothing was written to may hold a NaN.
+        values, gates = torch.where(is_token, values, 0.0), torch.where(is_token, gates, -torch.inf)
+        gates = torch.where(windows.is_real[:, :, None, None], gates, 0.0)
+        return (values * gates.softmax(dim=2)).sum(dim=2), windows
+
+
+def table_of_entries(table: KeyTable, rate: int, max_model_len: int) -> KeyTable:
+    """Table of the entries of ``rate`` tokens that the queries of each tile see, as keys in blocks of one."""
+    plan, last = table.plan, table.last
+    length = int(last.amax()) + 1 if is_read_at_once(last) else max_model_len
+    width, device = max(1, length // rate), last.device
+    size = min(ENTRIES_AT_ONCE, width)
+    position = torch.arange(width, dtype=torch.int32, device=device)
+    places = table.entries((position * rate).expand(len(last), -1)) // rate
+    last = torch.where(last >= 0, (last + 1) // rate - 1, NEVER)
+    tiles_of_keys = -(-width // size)
+    pair = torch.arange(len(last) * tiles_of_keys, dtype=torch.int32, device=device)
+    start = pair % tiles_of_keys * size
+    order, is_pair = padding_last(start <= last.amax(dim=1)[pair // tiles_of_keys])
+    tile, start = order // tiles_of_keys, order % tiles_of_keys * size
+    blocks = F.pad(places, (0, -width % size)).view(-1, size)
+    of_entries = replace(
+        plan,
+        block_size=1,
+        kv_tile=size,
+        pair_tile=tile,
+        pair_start=torch.where(is_pair, start, FAR),
+        pair_blocks=blocks[order],
+        last=torch.where(is_pair.unsqueeze(1), last[tile] - start.unsqueeze(1), NEVER),
+        merge_tree=[],
+    )
+    return KeyTable(places, last, of_entries)
+
+
+class CompressedImpl(PagedAttentionImpl):
+    """Attention with one row of ``head_size`` numbers as key and value, for all heads."""
+
+    def make_format(self) -> CacheFormat:
+        return LatentFormat(1, self.head_size, self.numbers, self.head_size)
+
+    def _is_chosen(self, plan: PairPlan) -> torch.Tensor:
+        return is_chosen(plan)
+
+    def attend_both(
+        self,
+        query: torch.Tensor,
+        window: PagedAttentionMetadata,
+        keys: torch.Tensor,
+        entries: PagedAttentionMetadata | None,
+        compressed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H * D] for queries [T, H * D], of the keys of a window, and of compressed entries if there are any.
+
+        Args:
+            window: plans of the window.
+            keys: its cache, [blocks, block size, 1, D].
+            entries: plans of entries, of the same tiles, or of single queries.
+            compressed: their cache, [rows, 1, 1, D].
+        """
+        num_rows, outputs = window.num_decode_tokens, []
+        for name, part in (("decode", query[:num_rows]), ("chunks", query[num_rows:])):
+            plan: PairPlan | None = getattr(window, name)
+            if plan is None:
+                continue
+            heads = part.view(-1, self.num_heads, self.head_size)
+            if plan.tile_tokens is None:
+                tiles = heads.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
+            else:
+                tiles = heads[plan.tile_tokens]
+            partial = self._partial(tiles, keys, plan)
+            if entries is not None and compressed is not None:
+                partial = _sum(partial, self._partial(tiles, compressed, getattr(entries, name)))
+            out = self._finish(partial, plan)
+            outputs.append((out if plan.tile_slots is None else out[plan.tile_slots]).to(query.dtype))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _partial(self, tiles: torch.Tensor, cache: torch.Tensor, plan: PairPlan) -> Partial:
+        """Partial results of tiles [NT, Q, H, D]; the plan's tiles are these, or their single queries."""
+        num_tiles, num_queries = tiles.shape[:2]
+        of_plan = tiles.reshape(-1, 1, plan.last.shape[1] * self.num_heads, self.head_size)
+        if plan.is_one_piece:
+            partial = merge(self._attend_pairs(of_plan, cache, plan), plan.pair_tile, of_plan.shape)
+        else:
+            partial = attend_in_pieces(self._attend_pairs, of_plan, cache, plan, of_plan.shape)
+        return Partial(*(x.view(num_tiles, 1, num_queries * self.num_heads, -1) for x in partial))
+
+
+def _sum(one: Partial, other: Partial) -> Partial:
+    """Partial results of the keys of two plans, for the same tiles."""
+    maximum = torch.maximum(one.maximum, other.maximum)
+    scales = exp(one.maximum - maximum), exp(other.maximum - maximum)
+    out, total = (getattr(one, name) * scales[0] + getattr(other, name) * scales[1] for name in ("out", "total"))
+    return Partial(out, maximum, total)
+
+
+@dataclass
+class EntryPlans:
+    """Plans of a step over compressed entries."""
+
+    rows: KeyTable | None
+    chunks: KeyTable | None
+    num_rows: int
+    slots: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, step: CompressedMetadata, rate: int, max_model_len: int) -> "EntryPlans":
+        rows, chunks = (
+            None if table is None else table_of_entries(table, rate, max_model_len)
+            for table in (step.rows, step.chunks)
+        )
+        planned = step.planned
+        return cls(rows, chunks, planned.num_decode_tokens, (planned.slot_blocks, planned.slot_offsets))
+
+    def all(self) -> PagedAttentionMetadata:
+        """Plans over all entries."""
+        plans = [None if table is None else table.plan for table in (self.rows, self.chunks)]
+        return PagedAttentionMetadata(*self.slots, self.num_rows, *plans)
+
+    def chosen(
+        self, chooser: Chooser, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor
+    ) -> PagedAttentionMetadata:
+        """Plans over the entries that an indexer chooses.
+
+        ``queries`` [T, H, D], ``weights`` [T, H] float32, ``keys`` [rows, 1, 1, D].
+        """
+        plans = self.all()
+        if self.rows is not None:
+            of_rows = [x[: self.num_rows].view(*self.rows.last.shape, *x.shape[1:]) for x in (queries, weights)]
+            positions = chooser.choose(self.rows, of_rows[0], of_rows[1], keys)
+            if positions is not None:
+                plans.decode = plan_of_chosen(self.rows, positions)
+        if self.chunks is not None:
+            assert plans.chunks is not None
+            of_tiles = [x[self.num_rows :][plans.chunks.tile_tokens] for x in (queries, weights)]
+            positions = chooser.choose(self.chunks, of_tiles[0], of_tiles[1], keys)
+            if positions is not None:
+                plans.chunks = replace(plans.chunks, chosen=positions.sort(dim=2).values)
+        return plans

@@ -1,0 +1,75 @@
+"""vLLM's class of DeepSeek V4, which only later releases have, made without what only a GPU has."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from model_runner_base.vllm_compat.patches.without_indexer import OnHost
+from model_runner_base.vllm_compat.probes.models import DEEPSEEK_V4, is_deepseek_v4
+
+OF_HOST = "vllm.models.deepseek_v4.cpu.model"
+"""Module of the class whose decoder layers are plain, but for attention."""
+
+
+class _NoEvent:
+    """Placeholder for an event of a GPU's streams."""
+
+
+@contextmanager
+def plain_deepseek_v4(vllm_config: VllmConfig) -> Iterator[None]:
+    """Has vLLM make DeepSeek V4, inside the block, of the class for hosts, with attention that has no kernels.
+
+    The class that vLLM's registry names makes streams of a GPU as it is made. Does nothing for other models.
+    """
+    if not is_deepseek_v4(vllm_config.model_config.architecture):
+        yield
+        return
+    from vllm.models.deepseek_v4 import compressor
+    from vllm.models.deepseek_v4.cpu import model
+
+    ModelRegistry.register_model(DEEPSEEK_V4, f"{OF_HOST}:{DEEPSEEK_V4}")
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.cuda, "Event", _NoEvent))
+        stack.enter_context(patch.object(model, "DeepseekV4CPUAttention", _attention_class()))
+        for module in (compressor, model):
+            stack.enter_context(patch.object(module, "current_platform", OnHost(module.current_platform)))
+        yield
+
+
+def spec_of_rows(vllm_config: VllmConfig, size: int, dtype: torch.dtype, tokens_per_row: int) -> Any:
+    """KV-cache spec of one row of ``size`` numbers for each ``tokens_per_row`` tokens, kept for a whole request."""
+    spec: Any = MLAAttentionSpec
+    return spec(
+        block_size=vllm_config.cache_config.block_size,
+        num_kv_heads=1,
+        head_size=size,
+        dtype=dtype,
+        tokens_per_state=tokens_per_row,
+    )
+
+
+def _attention_class() -> type[Any]:
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+
+    class PlainAttention(DeepseekV4Attention):
+        """Attention whose ``forward`` and backend are given to its instances, after loading."""
+
+        use_fp8_ds_mla_layout = False
+
+        @classmethod
+        def get_padded_num_q_heads(cls, num_heads: int) -> int:
+            return num_heads
+
+        def forward_mqa(self, *_: Any) -> None:
+            raise NotImplementedError
+
+        def _o_proj(self, *_: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    return PlainAttention

@@ -1,0 +1,136 @@
+"""DeepSeek V4: a window beside compressed entries, of which an indexer chooses or tokens see all, hyper-connections,
+experts by token; equal to transformers in float32."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import engine
+from test_latent_attention import check, largest_error
+from test_sparse_attention import check_arrivals
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+
+from model_runner_base.models.layers.hyper_connections import after_block, at_head, before_block
+from model_runner_base.testing.architectures import hf
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.compressed_models import SIZES, make_compressed
+from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
+from model_runner_base.testing.mismatch import check_equal
+from model_runner_base.testing.models import TinyModel, vary
+from model_runner_base.testing.reference import logits_after
+
+pytestmark = pytest.mark.newest
+PROMPTS = random_prompts(150, [1, 3, 4, 25, 90, 127, 129, 300])
+"""Prompts that end around windows of 24 tokens, entries of 4 and of 128, and the number of chosen entries."""
+LENGTH, BLOCK = 384, 128
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_logprobs": -1,
+    "max_num_batched_tokens": 50,
+    "max_num_seqs": 3,
+    "max_model_len": LENGTH,
+    "block_size": BLOCK,
+}
+QUANTISED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TOKEN_BYTES = 4 * (4 * 512 + 2 * (4 * 512 + 128 + 4 * 128) + 2 * 512 + 4) + 2 * 512
+"""Bytes that the layers keep of a token: windows' keys, rows and entries of rate 4 in two layers, and of rate 128 in
+one."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_compressed(tmp_path_factory.mktemp("deepseek-v4") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(model: TinyModel) -> Iterator[LLM]:
+    """An engine whose cache holds six blocks, so that long requests preempt each other."""
+    with engine(model.path, kv_cache_memory_bytes=7 * BLOCK * TOKEN_BYTES, **OPTIONS) as llm:
+        yield llm
+
+
+def test_what_the_reference_depends_on(model: TinyModel, tmp_path: Path) -> None:
+    """The choice of entries, the window and the limit of experts each change most logits of a long text."""
+    tokens = PROMPTS[-1]
+    want = logits_after(model, tokens)
+    for name, changes in {
+        "choice": {"index_topk": 512},
+        "window": {"sliding_window": 512},
+        "limit": {"swiglu_limit": 1e9},
+    }.items():
+        error = np.abs(want - logits_after(make_compressed(tmp_path / name, **changes), tokens)).max(axis=1)
+        assert np.median(error[200:]) > 0.01, name
+
+
+def test_equals_transformers(llm: LLM, model: TinyModel) -> None:
+    """Requests in batches, chunks, with prefixes that are found, and preempted."""
+    check(llm, model, PROMPTS)
+    outputs = generate(llm, PROMPTS[-1:], greedy(12))
+    check_equal(model, PROMPTS[-1:], tokens_of(outputs), [12])
+    assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
+    assert largest_error(llm, model, PROMPTS[3:]) < 2e-4
+    check(llm, model, random_prompts(151, [250, 253, 256]), 30)
+    assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
+
+
+def test_arrivals_and_resets(llm: LLM, model: TinyModel) -> None:
+    check_arrivals(llm, model, PROMPTS)
+
+
+def test_drafts_in_pieces(tmp_path: Path) -> None:
+    """Decode rows of several tokens, each with entries of its own; attention works in pieces of one pair; YaRN."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32}
+    model = make_compressed(tmp_path / "yarn", rope_parameters=yarn | {"beta_slow": 1})
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    options = OPTIONS | {"speculative_config": drafts, "additional_config": {"attention_memory_gib": 1e-6}}
+    with engine(model.path, kv_cache_memory_bytes=10 * BLOCK * TOKEN_BYTES, **options) as llm:
+        check(llm, model, PROMPTS[-4:], 20)
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+def test_hyper_connections() -> None:
+    """Equal to transformers' modules, with every weight at random."""
+    config = hf.DeepseekV4Config(**SIZES)
+    torch.manual_seed(0)
+    connection, head = (
+        getattr(hf.models.deepseek_v4.modeling_deepseek_v4, f"DeepseekV4Hyper{name}")(config)
+        for name in ("Connection", "Head")
+    )
+    for module in (connection, head):
+        for name, parameter in module.named_parameters():
+            torch.nn.init.zeros_(parameter)
+            vary(name, parameter.data)
+    streams, output = torch.randn(7, config.hc_mult, config.hidden_size), torch.randn(7, config.hidden_size)
+    eps, more = config.rms_norm_eps, config.hc_eps
+    with torch.no_grad():
+        after, matrix, collapsed = connection(streams.unsqueeze(0))
+        weights = connection.fn, connection.scale, connection.base
+        got = before_block(streams, *weights, eps, more, more, 2.0, config.hc_sinkhorn_iters)
+        for part, want in zip(got, (after[0].unsqueeze(2), matrix[0], collapsed[0]), strict=True):
+            torch.testing.assert_close(part, want)
+        want = after[0].unsqueeze(2) * output.unsqueeze(1) + matrix[0].transpose(1, 2) @ streams
+        torch.testing.assert_close(after_block(output, streams, *got[:2]), want)
+        got_head = at_head(streams, head.hc_fn, head.hc_scale, head.hc_base, eps, more)
+        torch.testing.assert_close(got_head, head(streams.unsqueeze(0))[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "DeepSeek V4 is not cut over ranks or stages yet"),
+        ({"kv_cache_dtype": "fp8"}, "leave out kv_cache_dtype"),
+        ({"enable_prompt_embeds": True}, "leave out enable_prompt_embeds"),
+        ({"block_size": 64}, "block_size=64 .* use a multiple of 128"),
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "drafts by mtp are not supported"),
+        ({"hf_overrides": {"topk_method": None}}, "served as published, with topk_method=noaux_tc"),
+        ({"hf_overrides": {"quantization_config": QUANTISED}}, "use one whose weights are in bfloat16"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str, model: TinyModel) -> None:
+    options = OPTIONS | options
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(model.path), skip_tokenizer_init=True, **options).create_engine_config()
