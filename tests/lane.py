@@ -32,6 +32,7 @@ NEWEST = [
     "base/test_deepseek_v4.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",
+    "base/test_expert_adapters.py",
     "base/test_expert_ranks.py",
     "base/test_slot_processors.py",
     "base/test_host_offload.py",

@@ -17,7 +17,7 @@ IN_THIRDS = """
 """.split()
 """Files whose cases take long. A third of their cases runs at a commit."""
 IN_QUARTERS = """
-    audio gemma4 gguf hunyuan image_families kimi_linear latent_attention later_architectures lora
+    audio expert_adapters gemma4 gguf hunyuan image_families kimi_linear latent_attention later_architectures lora
     mistral_files mistral_large pooling pooling_images pooling_lora quantised_models recurrent_adapters
     recurrent_models recurrent_speculation replaced_experts right_drafts_beside_windows small_caches
     sparse_attention stages state_prefixes sweep text_alone transcription unequal_heads untried_families

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -23,8 +23,16 @@ UNREAD = (
 )
 """Settings of ``adapter_config.json`` that change what an adapter computes, and that vLLM's loader does not read."""
 
-Widths = tuple[int, int]
-"""Width of a layer's input, and of its output."""
+
+class Widths(NamedTuple):
+    """Sizes of a layer's matrices."""
+
+    num_in: int
+    num_out: int
+    num_experts: int = 1
+    """Number of experts that have theirs in one: A [experts * rank, in], B [out, rank * experts]."""
+    needs: str = ""
+    """Layer without whose matrices this one's have no meaning; empty if there is none."""
 
 
 def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list[str]]) -> dict[str, Widths]:
@@ -37,18 +45,18 @@ def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list
     for name, layer in layers.items():
         base: Any = layer.base_layer  # type: ignore[attr-defined]
         if isinstance(layer, VocabParallelEmbeddingWithLoRA):
-            found[name] = base.org_vocab_size, base.embedding_dim
+            found[name] = Widths(base.org_vocab_size, base.embedding_dim)
         elif isinstance(layer, LogitsProcessorWithLoRA):
-            found[name] = layer.hidden_size, layer.vocab_size
+            found[name] = Widths(layer.hidden_size, layer.vocab_size)
         elif name in packed:
             outputs, sublayers = _outputs_of(base), packed[name]
             assert len(outputs) >= len(sublayers), name
             # The first sublayer may be several outputs: queries, keys and values of a gated delta net are one matrix.
             first = len(outputs) - len(sublayers) + 1
             outputs = [sum(outputs[:first]), *outputs[first:]]
-            found.update({each: (base.input_size, width) for each, width in zip(sublayers, outputs, strict=True)})
+            found.update({each: Widths(base.input_size, out) for each, out in zip(sublayers, outputs, strict=True)})
         else:
-            found[name] = base.input_size, sum(_outputs_of(base))
+            found[name] = Widths(base.input_size, sum(_outputs_of(base)))
     return found
 
 
@@ -60,17 +68,31 @@ def _outputs_of(base: Any) -> list[int]:
     return list(getattr(base, "output_sizes", None) or [base.output_size])
 
 
-def check_fit(adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_rank: int) -> None:
-    """Raises ValueError for an adapter without matrices, or for the first matrix that does not fit the model."""
+def check_fit(
+    adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_rank: int, without: Mapping[str, str]
+) -> None:
+    """Raises ValueError for an adapter without matrices, or for the first matrix that does not fit the model.
+
+    ``without`` has the layers of experts that take no adapters, and why, as words after "with".
+    """
     if not adapter.loras:
         raise ValueError(f"LoRA adapter {name!r} has no matrices")
     for module, weights in adapter.loras.items():
         if module not in widths:
+            for layer, reason in without.items():
+                if f"{module}.".startswith(f"{layer}."):
+                    raise ValueError(
+                        f"LoRA adapter {name!r} is for {module}: adapters in experts are not supported with {reason}"
+                    )
             raise ValueError(f"LoRA adapter {name!r} is for {module}, which this model has no adapters in")
         if weights.lora_a is None or weights.lora_b is None:
             raise ValueError(f"LoRA adapter {name!r} has only one of the two matrices of {module}")
-        (num_in, num_out), rank = widths[module], weights.lora_a.shape[0]
-        for matrix, shape in ((weights.lora_a, (rank, num_in)), (weights.lora_b, (num_out, rank))):
+        num_in, num_out, num_experts, needs = widths[module]
+        if needs and needs not in adapter.loras:
+            raise ValueError(f"LoRA adapter {name!r} is for {module} alone: train it for {needs}, too")
+        rank = weights.lora_a.shape[0] // num_experts
+        whole = rank * num_experts
+        for matrix, shape in ((weights.lora_a, (whole, num_in)), (weights.lora_b, (num_out, whole))):
             if tuple(matrix.shape) != shape:
                 raise ValueError(
                     f"LoRA adapter {name!r} does not fit: {module} has a matrix of shape {[*matrix.shape]} where the "
@@ -80,13 +102,17 @@ def check_fit(adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_r
             raise ValueError(f"LoRA rank {rank} of {module} is greater than max_lora_rank {max_rank}.")
 
 
-def check_config(path: str, name: str) -> None:
-    """Raises ValueError for a setting of PEFT's that vLLM ignores although it changes the adapter's results."""
+def check_config(path: str, name: str, takes_parameters: bool) -> None:
+    """Raises ValueError for a setting of PEFT's that vLLM ignores although it changes the adapter's results.
+
+    ``takes_parameters`` is True for models whose experts have their matrices in one: PEFT names the tensors of such
+    experts in ``target_parameters``.
+    """
     config = json.loads((Path(path) / "adapter_config.json").read_text())
     if (kind := config.get("peft_type") or "LORA") != "LORA":
         raise ValueError(f"adapter {name!r} is of type {kind}: only LORA is supported")
     for setting in UNREAD:
-        if config.get(setting):
+        if config.get(setting) and not (setting == "target_parameters" and takes_parameters):
             raise ValueError(f"LoRA adapter {name!r} has {setting}, which is not supported: train it without")
 
 

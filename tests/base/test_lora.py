@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import compilations, engine
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_reload import other_weights, reload_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import LLM, EngineArgs, SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -153,44 +153,6 @@ def test_memory_of_a_step(tiny_model: Callable[[str], TinyModel], tmp_path: Path
 def flat(layer: Any) -> Iterator[torch.Tensor]:
     for stacks in (layer.lora_a_stacked, layer.lora_b_stacked):
         yield from stacks if isinstance(stacks, tuple) else (stacks,)
-
-
-@pytest.mark.parametrize(
-    "options", [EAGER, pytest.param(COMPILED, marks=pytest.mark.openxla)], ids=["eager", "compiled"]
-)
-def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Adapters of a model's attention, its embeddings and head serve; one of its experts is refused by name."""
-    model = tiny_model("qwen3-moe")
-    targets = (*ATTENTION, "embed_tokens", "lm_head")
-    adapters = [
-        make_adapter(model.path, tmp_path, 1, targets=targets),
-        make_adapter(model.path, tmp_path, 2, rank=4),
-    ]
-    experts = make_adapter(model.path, tmp_path, 3, rank=4)
-    file, name = experts.path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
-    pair = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(32, 4)}
-    save_file(load_file(file) | pair, file)
-    with engine(model.path, **LORA, **options) as llm:
-        check(llm, model, adapters)
-        with pytest.raises(ValueError, match=r"'adapter-3' is for .*experts.*, which this model has no adapters in"):
-            llm.llm_engine.add_lora(experts.request)
-        check(llm, model, adapters)
-
-
-TARGETS = {"lora_target_modules": ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]}
-
-
-@pytest.mark.skipif(
-    "lora_target_modules" not in EngineArgs.__dataclass_fields__, reason="this vLLM has no such setting"
-)
-def test_experts_that_are_asked_for(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Experts have no adapters even if they are asked for, and the other layers do."""
-    model = tiny_model("qwen3-moe")
-    adapters = [make_adapter(model.path, tmp_path, number, rank=4) for number in (1, 2)]
-    with engine(model.path, **LORA, **EAGER, **TARGETS) as llm:
-        names = [name for name, each in runner_of(llm).model.named_modules() if "WithLoRA" in type(each).__name__]
-        assert names and not any(name.endswith("experts") for name in names)
-        check(llm, model, adapters)
 
 
 @pytest.mark.parametrize("kind", ["noisy", "head"])

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
 from model_runner_base.device_ops import DeviceOps
@@ -73,5 +72,5 @@ class KernelProducts:
     def unbind(self) -> None:
         """Does nothing, since the kernels' buffers are kept."""
 
-    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
+    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[Any], SlotLayer]:
         return SlotLayer

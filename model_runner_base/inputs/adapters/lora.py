@@ -119,8 +119,14 @@ class LoRAAdapters(Adapters):
 
 def check_adapters(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError if the platform's LoRA products cannot serve; called before anything is loaded."""
-    if vllm_config.lora_config is None:
+    lora = vllm_config.lora_config
+    if lora is None:
         return
+    for setting in ("enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
+        if getattr(lora, setting, False):
+            raise UnsupportedConfigError(
+                f"adapters of experts in another format than the model's are not supported yet: leave out {setting}"
+            )
     wrapper = resolve_obj_by_qualname(current_platform.get_punica_wrapper())
     if issubclass(wrapper, PunicaWrapperGPU):
         KernelProducts.check(vllm_config)

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -22,10 +23,11 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from model_runner_base.admission.adapter_checks import Names, check_config, check_fit, widths_of
 from model_runner_base.heads.pooling.placement import pooler_modules
+from model_runner_base.inputs.adapters.experts import ExpertsSlots, NamedExperts
 from model_runner_base.inputs.adapters.latents import adapt_projections, with_weights
 from model_runner_base.inputs.adapters.slots import SlotLayer
 from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
-from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
+from model_runner_base.vllm_compat.probes.experts import ExpertsLayer, ExpertsView, experts_layers
 from model_runner_base.vllm_compat.types.recurrent import rename_adapters
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
@@ -38,9 +40,10 @@ class SlotManager(LRUCacheLoRAModelManager):
     model: Any
 
     def _create_lora_modules(self) -> None:
-        """Makes LoRA layers, but none for experts, the draft model and the pooler.
+        """Makes LoRA layers, but none for the draft model and the pooler, and finds the experts that take adapters.
 
-        LoRA layers of experts need vLLM's kernels. Drafts are guesses, which need no adapter. Poolers run on the host.
+        LoRA layers of experts need vLLM's kernels, so ``experts.py`` has their adapters. Drafts are guesses, which need
+        no adapter. Poolers run on the host.
         """
         own = pooler_modules(self.model)
         without = {
@@ -57,9 +60,31 @@ class SlotManager(LRUCacheLoRAModelManager):
                 super()._create_lora_modules()
             self._replace_everywhere()
             adapt_projections(self.model)
+            self._find_experts()
         finally:
             if draft is not None:
                 setattr(self.model, DRAFT, draft)
+
+    def _find_experts(self) -> None:
+        self.experts: dict[str, NamedExperts] = {}
+        self.without: dict[str, str] = {}
+        """Layers of experts that take no adapters, and why."""
+        for name, layer in experts_layers(self.model):
+            wrapper = self._get_punica_wrapper(name)
+            is_wanted = getattr(self.lora_config, "target_modules", None) is None or super()._match_target_modules(name)
+            if wrapper is not None and is_wanted:
+                experts = self._named(name, layer)
+                reason = experts.unsupported_reason(self.lora_config, isinstance(wrapper, PunicaWrapperGPU))
+                if reason:
+                    self.without[name] = reason
+                else:
+                    self.experts[name] = experts
+
+    def _named(self, name: str, layer: ExpertsView) -> NamedExperts:
+        if self._is_3d_moe_model:
+            return NamedExperts(layer, (f"{name}.base_layer", name))
+        parent, _, last = name.rpartition(".")
+        return NamedExperts(layer, [f"{parent}.{each}" for each in self.packed_modules_mapping.get(last, ())])
 
     def _match_target_modules(self, module_name: str) -> bool:
         """Whether the layer takes adapters: it is a matrix, not one of experts, and ``lora_target_modules`` allows
@@ -71,14 +96,21 @@ class SlotManager(LRUCacheLoRAModelManager):
         is_matrix = not is_convolution and not isinstance(layer, ExpertsLayer)
         return is_matrix and super()._match_target_modules(module_name)
 
-    def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
-        """Makes ``make_layer``'s layers write adapters from now on, each for one of vLLM's LoRA layers."""
+    def use_slots(self, make_layer: Callable[[Any], SlotLayer]) -> None:
+        """Makes ``make_layer``'s layers write adapters from now on, each for a LoRA layer of vLLM's, or for experts."""
         layers: dict[str, BaseLayerWithLoRA] = self.modules
         widths = widths_of(layers, self.packed_modules)
-        if self.is_pooling_model:  # Its adapters may have the names of a model without a head.
-            widths |= {name.removeprefix("model."): each for name, each in widths.items()}
-        self.widths = widths
         self.slotted = {name: make_layer(layer) for name, layer in layers.items()}
+        for name, experts in self.experts.items():
+            slots = self.slotted[name] = make_layer(experts)
+            assert isinstance(slots, ExpertsSlots)
+            widths |= slots.widths()
+        if self.is_pooling_model:  # Its adapters may have the names of a model without a head.
+            widths |= {
+                name.removeprefix("model."): each._replace(needs=each.needs.removeprefix("model."))
+                for name, each in widths.items()
+            }
+        self.widths = widths
         self.modules = self.slotted  # type: ignore[assignment]
         self.replaced = [
             (parent, name, child)
@@ -110,6 +142,16 @@ class SlotManager(LRUCacheLoRAModelManager):
                 matrix = child.base_layer if isinstance(child, BaseLayerWithLoRA) else child  # type: ignore[attr-defined]
                 if matrix in first and not isinstance(parent, BaseLayerWithLoRA):
                     setattr(parent, name, first[matrix])
+
+    def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
+        """Packs an adapter's matrices by layer: those of experts for ``ExpertsSlots``, others as vLLM does."""
+        for name, slots in self.slotted.items():
+            if isinstance(slots, ExpertsSlots):
+                found = [self._get_lora_layer_weights(lora_model, each) for each in slots.names]
+                if taken := {id(weights) for weights in found if weights is not None}:
+                    others = {key: weights for key, weights in lora_model.loras.items() if id(weights) not in taken}
+                    lora_model.loras = {**others, name: slots.pack(name, found)}
+        super()._create_merged_loras_inplace(lora_model)
 
     def _pin_lora_in_gpu_cache(self, lora_id: int) -> None:
         """Puts a pinned adapter into a slot, which steps may still take, as the scheduler counts on all slots.
@@ -176,8 +218,10 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         adapter = super()._load_adapter(lora_request)
         assert self.lora_config is not None
-        check_config(get_adapter_absolute_path(lora_request.lora_path), lora_request.lora_name)
-        check_fit(adapter, lora_request.lora_name, self.slots.widths, self.lora_config.max_lora_rank)
+        widths, name = self.slots.widths, lora_request.lora_name
+        has_stacked = any(each.num_experts > 1 for each in widths.values())
+        check_config(get_adapter_absolute_path(lora_request.lora_path), name, has_stacked)
+        check_fit(adapter, name, widths, self.lora_config.max_lora_rank, self.slots.without)
         return adapter
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:

@@ -23,6 +23,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.adapters.experts import ExpertsSlots, NamedExperts
 from model_runner_base.inputs.adapters.latents import slotted_class
 from model_runner_base.inputs.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.step.graph_policy import WrapFunction
@@ -45,7 +46,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, *, lora_config: Any) -> None:
         # The base class would make buffers, but those are for kernels.
-        self._num_slots: int = lora_config.max_loras
+        self._lora_config, self._num_slots = lora_config, int(lora_config.max_loras)
         self.vocab_size = 0
         self.unbind()
 
@@ -59,14 +60,25 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
     def unbind(self) -> None:
         self._token_mask = self._logits_mask = self._embeddings_indices = None  # type: ignore[assignment]
 
-    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
+    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[Any], SlotLayer]:
         writer = SlotWriter(wrap, device_ops)
-        return lambda layer: slotted_class(layer)(layer, self._num_slots, writer)
+
+        def make(layer: BaseLayerWithLoRA | NamedExperts) -> SlotLayer:
+            if isinstance(layer, NamedExperts):
+                return ExpertsSlots(layer, self._lora_config, writer, self)
+            return slotted_class(layer)(layer, self._num_slots, writer)
+
+        return make
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """Mask [N, slots, 1] bool that is True at each token's own slot."""
         every = torch.arange(self._num_slots, dtype=slots.dtype, device=slots.device)
         return (slots[:, None] == every)[:, :, None]
+
+    @property
+    def is_own_slot(self) -> torch.Tensor:
+        """[T, slots] bool, True at each token's own slot."""
+        return self._token_mask[:, :, 0]
 
     def own_slots(self, x: torch.Tensor) -> torch.Tensor:
         """Zeros ``x`` [T, heads, slots, rank] at other slots than the token's."""

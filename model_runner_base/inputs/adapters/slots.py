@@ -48,10 +48,11 @@ class SlotWriter:
         functions: dict[str, StepFunction] = {
             "first": partial(write_slot, 0),
             "second": partial(write_slot, 1),
+            "third": partial(write_slot, 2),
             "table": write_table,
         }
         self._write: dict[str, StepFunction] = {layout: wrap(function, []) for layout, function in functions.items()}
-        """Functions by layout: slots are in the first or the second dimension, or one after another in a table."""
+        """Functions by layout: slots are in one of the first three dimensions, or one after another in a table."""
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeros on the device."""
@@ -213,5 +214,8 @@ class Products(Protocol):
         Called when the model has run, its logits included.
         """
 
-    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
-        """Returns a function that wraps one of vLLM's layers, and writes its slots in these products' layout."""
+    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[Any], SlotLayer]:
+        """Returns a function that makes what writes a layer's slots in these products' layout.
+
+        Its argument is one of vLLM's LoRA layers, or the ``NamedExperts`` that the products serve (``experts.py``).
+        """

@@ -122,53 +122,82 @@ class Experts(NamedTuple):
 
 
 def run_experts(
-    experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_all: int | None = None
+    experts: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_all: int | None = None,
+    further: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The weighted sum of each token's experts. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T, top-k].
 
     Ids are below E. A choice of weight 0 adds nothing. ``num_all`` is the number of experts of all ranks, if that is
-    another one (expert parallelism).
+    another one (expert parallelism). ``further`` are tensors [T, ...] that ``experts.run`` takes after the inputs, with
+    the same places.
     """
     num_tokens, top_k = ids.shape
     num_experts = experts.down.shape[0]
     if GATHER_COST * num_tokens * top_k <= num_experts:
-        return _each_choice(experts, hidden, ids, weights)
+        return _each_choice(experts, hidden, ids, weights, further)
     if num_tokens <= MAX_DENSE_TOKENS:
-        return _every_expert(experts, hidden, ids, weights)
-    return _in_tiles(experts, hidden, ids, weights, num_all)
+        return _every_expert(experts, hidden, ids, weights, further)
+    return _in_tiles(experts, hidden, ids, weights, num_all, further)
 
 
-def _each_choice(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    inputs = hidden.repeat_interleave(ids.shape[1], dim=0)
-    out = _run_tiles(experts, inputs.unsqueeze(1), ids.reshape(-1), None)
+def _each_choice(
+    experts: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    further: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    inputs = [each.repeat_interleave(ids.shape[1], dim=0).unsqueeze(1) for each in (hidden, *further)]
+    out = _run_tiles(experts, inputs, ids.reshape(-1), None)
     return _weighted_sum(out.squeeze(1), weights)
 
 
-def _every_expert(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _every_expert(
+    experts: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    further: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
     every = torch.arange(experts.down.shape[0], device=ids.device)
     # Selected, not multiplied by zero: what an expert makes of a token that did not choose it may overflow.
     weight_of = torch.where(ids.unsqueeze(-1) == every, weights.unsqueeze(-1), 0.0).sum(dim=1).t().unsqueeze(-1)
-    out = torch.where(weight_of != 0, experts.run(hidden.unsqueeze(0)), 0.0)
+    inputs = [each.unsqueeze(0) for each in (hidden, *further)]
+    out = torch.where(weight_of != 0, experts.run(*inputs), 0.0)
     return (out * weight_of.to(out.dtype)).sum(dim=0)
 
 
 def _in_tiles(
-    experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_all: int | None = None
+    experts: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_all: int | None = None,
+    further: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     top_k = ids.shape[1]
     num_choices = ids.shape[0] * top_k
     num_experts = experts.down.shape[0]
-    tile = 1 + num_choices // (num_all or num_experts)
-    num_tiles = (num_choices + num_experts * (tile - 1)) // tile
+    num_tiles, tile = tiles_of(num_choices, num_experts, num_all)
     run_by = torch.where(weights == 0, num_experts, ids).reshape(-1)
     place, tile_expert, num_used = tile_places(run_by, num_experts, tile, num_tiles)
     choices = torch.arange(num_choices, device=ids.device)
     # Empty places hold the first token; their results are not read. A place after the last is for choices without one.
     token_at = torch.zeros(num_tiles * tile + 1, dtype=choices.dtype, device=ids.device)
     token_at = token_at.index_put((place,), choices // top_k)[:-1]
-    inputs = hidden[token_at].view(num_tiles, tile, -1)
+    inputs = [each[token_at].view(num_tiles, tile, -1) for each in (hidden, *further)]
     out = _run_tiles(experts, inputs, tile_expert, num_used)
     return _weighted_sum(out.view(num_tiles * tile, -1)[place.clamp(max=num_tiles * tile - 1)], weights)
+
+
+def tiles_of(num_choices: int, num_experts: int, num_all: int | None = None) -> tuple[int, int]:
+    """Number of tiles for so many choices of ``num_experts`` experts, and places of each; ``num_all`` as above."""
+    tile = 1 + num_choices // (num_all or num_experts)
+    return (num_choices + num_experts * (tile - 1)) // tile, tile
 
 
 def tiles_at_once(num_tiles: int, expert_bytes: int, is_unrolled: bool) -> int:
@@ -178,33 +207,34 @@ def tiles_at_once(num_tiles: int, expert_bytes: int, is_unrolled: bool) -> int:
 
 
 def _run_tiles(
-    experts: Experts, inputs: torch.Tensor, tile_expert: torch.Tensor, num_used: torch.Tensor | None
+    experts: Any, inputs: Sequence[torch.Tensor], tile_expert: torch.Tensor, num_used: torch.Tensor | None
 ) -> torch.Tensor:
-    """[NT, M, hidden] outputs of tiles of inputs, [NT, M, hidden], of one expert each, ``tile_expert`` [NT].
+    """[NT, M, hidden] outputs of tiles of inputs, of one expert each, ``tile_expert`` [NT].
 
-    Only the first ``num_used`` tiles, a scalar, have inputs that count; None: all of them.
+    The first of ``inputs`` is [NT, M, hidden], others are [NT, M, ...]. Only the first ``num_used`` tiles, a scalar,
+    have inputs that count; None: all of them.
     """
-    num_tiles = inputs.shape[0]
+    num_tiles, num_inputs = len(tile_expert), len(inputs)
     make: Any = type(experts)
     weights = [value for value in experts if isinstance(value, torch.Tensor)]
     expert_bytes = sum(value.numel() * value.element_size() for value in weights) // weights[0].shape[0]
     size = tiles_at_once(num_tiles, expert_bytes, is_unrolled())
     if size == num_tiles:
-        return experts.take(tile_expert).run(inputs)
+        return experts.take(tile_expert).run(*inputs)
 
     def body(number: torch.Tensor, state: State, reads: State) -> State:
-        inputs, tile_expert, *weights = reads
+        inputs, (tile_expert, *weights) = reads[:num_inputs], reads[num_inputs:]
         of_reads = iter(weights)
         taken = [next(of_reads) if isinstance(value, torch.Tensor) else value for value in experts]
         index = (number * size + torch.arange(size, dtype=torch.int32, device=number.device)).clamp(max=num_tiles - 1)
-        out = make(*taken).take(tile_expert[index]).run(inputs[index])
+        out = make(*taken).take(tile_expert[index]).run(*(each[index] for each in inputs))
         # A loop of a graph may not change its state in place; a copy in each round of an eager step would be slow.
         write = torch.Tensor.index_put if is_traced() else torch.Tensor.index_put_
         return (write(state[0], (index,), out),)
 
-    used = torch.full((), num_tiles, device=inputs.device) if num_used is None else num_used
+    used = torch.full((), num_tiles, device=tile_expert.device) if num_used is None else num_used
     rounds = ((used + size - 1) // size).to(torch.int32)
-    state, reads = (torch.zeros_like(inputs),), (inputs, tile_expert, *weights)
+    state, reads = (torch.zeros_like(inputs[0]),), (*inputs, tile_expert, *weights)
     return run_rounds(rounds, -(-num_tiles // size), body, state, reads)[0]
 
 
@@ -272,7 +302,11 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
     def run(self, layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns what ``run_experts`` does with the layer's experts; one node of a captured graph, since it loops."""
         num_all = None if layer.expert_map is None else len(layer.expert_map)
-        return self._one_node(hidden, ids, weights, list(self.experts(layer)), num_all)
+        return self._one_node(hidden, ids, weights, list(self.experts(layer)), num_all, self.further_inputs())
+
+    def further_inputs(self) -> list[torch.Tensor]:
+        """Tensors [T, ...] that ``run`` of the ``experts_type`` takes after hidden states; none by default."""
+        return []
 
     def _run(
         self,
@@ -281,8 +315,9 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         weights: torch.Tensor,
         experts: Sequence[Any],
         num_all: int | None,
+        further: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        return run_experts(self.experts_type(*experts), hidden, ids, weights, num_all)
+        return run_experts(self.experts_type(*experts), hidden, ids, weights, num_all, further)
 
 
 def use_plain_experts(model: nn.Module) -> None:
