@@ -153,6 +153,13 @@ MUTATIONS = [
         "test_adapters_in_one_batch",
     ),
     Mutation(
+        "experts add the products of all slots, whichever slot a token has",
+        "inputs/adapters/experts.py",
+        "torch.where(is_own[:, :, None, :, None], shrunk, 0)",
+        "torch.where(is_own[:, :, None, :, None] | True, shrunk, 0)",
+        "test_adapters_of_experts",
+    ),
+    Mutation(
         "an adapter is written into the slot before its own",
         "inputs/adapters/slots.py",
         "np.array([slot], np.int32)",

@@ -10,11 +10,12 @@ import pytest
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-from model_runner_base.testing.adapters import EVERYWHERE, TinyAdapter, make_adapter
+from model_runner_base.testing.adapters import ATTENTION, EVERYWHERE, EXPERTS, TinyAdapter, make_adapter
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import check_preempted, generate, greedy, metric, runner_of, sampled
 from model_runner_base.testing.logprobs import check_logprobs, check_prompt_logprobs
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.precision import NotLooked
 from model_runner_base.testing.reference import Request, check_tokens
 
 OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 16}
@@ -128,6 +129,27 @@ def test_sampling_rules(llm: LLM, text_model: TinyModel, adapters: list[TinyAdap
     ]
     requests = [Request(p, sampled(NEW_TOKENS, **each)) for p, each in zip(prompts, options, strict=True)]
     run(llm, text_model, requests, [adapters[2], adapters[1], adapters[1], None])
+
+
+def test_adapters_of_experts(
+    engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    """Adapters of experts and none in one batch, with prompts in chunks; tokens of each share an expert."""
+    model = tiny_model("qwen3-moe")
+    one = make_adapter(model.path, tmp_path, 1, rank=8, targets=(*ATTENTION, EXPERTS))
+    other = make_adapter(model.path, tmp_path, 2, rank=2, targets=(EXPERTS,))
+    (prompt,) = random_prompts(0, [20])
+    models = (model, one.merged, other.merged)
+    assert len({tuple(each.greedy(prompt, NEW_TOKENS, is_certain=False)) for each in models}) == 3
+    llm = engine(model.path, **OPTIONS)
+    try:
+        llm.llm_engine.add_lora(one.request)
+    except ValueError as error:
+        if "adapters in experts are not supported" not in str(error):
+            raise
+        raise NotLooked(str(error)) from error
+    run(llm, model, greedy_requests(11, [5, 70, 1, 33]), [one, None, other, one])
+    run(llm, model, greedy_requests(12, [40, 12, 90]), [None, other, one])
 
 
 def test_cached_prefixes(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
