@@ -36,6 +36,9 @@ from model_runner_base.testing.upstream.table import ResultTable
 ROOT = Path(__file__).parents[2]
 FILE = "v1/sample/test_sampling_params_e2e.py"
 
+LOADS = "v1/kv_connector/unit/test_invalid_blocks_correctness.py"
+"""Tests of requests whose blocks were not loaded."""
+
 FAULTY = """
 from examples.plain_device import PlainWorker
 from model_runner_base.heads.sampling.token_edits import TokenEdits
@@ -59,12 +62,14 @@ def run(arguments: list[str], path: Path = ROOT, **environment: str) -> tuple[in
     return out.returncode, out.stdout + out.stderr
 
 
-def test_tests_of_vllm_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("path", "least"), [(FILE, 7), (LOADS, 3)])
+def test_tests_of_vllm_pass(path: str, least: int, tmp_path: Path) -> None:
+    """Tests of engines on the device, and tests of schedulers: vLLM's connectors meet this library's there."""
     file = tmp_path / "results.json"
-    status, printed = run([*PLAIN, "--files", FILE, "--results", str(file)])
+    status, printed = run([*PLAIN, "--files", path, "--results", str(file)])
     assert status == 0, printed[-4000:]
-    results = json.loads(file.read_text())[FILE]
-    assert results["passed"] >= 7
+    results = json.loads(file.read_text())[path]
+    assert results["passed"] >= least
     assert results["failed"] == {}
 
 
@@ -104,6 +109,46 @@ def test_a_path_that_the_list_does_not_have(tmp_path: Path, capsys: pytest.Captu
     assert pytest.main([*surroundings, *files], plugins=[tests]) == pytest.ExitCode.USAGE_ERROR
     printed = "".join(capsys.readouterr()).strip()
     assert printed == f"ERROR: {files[1]} is no file of the list: choose among those with --files and -k"
+
+
+SCHEDULERS = """
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+NAMES = [cls.__name__ for each in (Scheduler, AsyncScheduler) for cls in each.__mro__[1:2]]
+
+def test_which():
+    from vllm.v1.core.sched.scheduler import Scheduler as now
+    assert (NAMES, now) == ({names}, Scheduler)
+
+def test_limits():
+    VllmConfig()
+"""
+
+
+def test_schedulers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of tests of schedulers gets this library's, and no limits of the device; the next file does not."""
+    import vllm.platforms
+
+    class Limited(type(vllm.platforms.current_platform)):  # type: ignore[misc]
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            raise ValueError("refused here")
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", Limited())
+    (tmp_path / "tests").mkdir()
+    names = {"a.py": ["RowScheduler", "AsyncRowScheduler"], "b.py": ["SchedulerInterface", "Scheduler"]}
+    for name, expected in names.items():
+        (tmp_path / "tests" / name).write_text(SCHEDULERS.replace("{names}", str(expected)))
+    allowed = AllowList(models={}, files={"a.py": {"schedulers": True}, "b.py": {}})
+    tests = AllowedTests(allowed, tmp_path, mock.MagicMock(), 60)
+    results = ResultTable(tests, tmp_path, None)
+    surroundings = ["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    pytest.main([*surroundings, *(str(tmp_path / "tests" / name) for name in names)], plugins=[tests, results])
+    assert (results.files["a.py"].passed, results.files["a.py"].failed) == (2, {})
+    assert results.files["b.py"].passed == 1
+    assert [*results.files["b.py"].failed] == ["test_limits"]
 
 
 SLOW = """

@@ -103,14 +103,14 @@ def test_readers_of_step_types_are_found() -> None:
 
 
 def test_the_scheduler_stands_apart() -> None:
-    """The scheduler serves vLLM without our runner, too: it imports no other folder, and three modules know of it."""
+    """The scheduler serves vLLM without our runner, too: it imports no other folder, and three modules and the kit know of it."""
     folder = BASE / "scheduling"
     for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
     others = [path for path in BASE.rglob("*.py") if folder not in path.parents]
     named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
-    assert named_in == {"our_engines.py", "platform.py", "worker.py"}
+    assert named_in == {"our_engines.py", "platform.py", "schedulers.py", "worker.py"}
 
 
 @pytest.mark.parametrize(("part", "other"), [("corrections", "rows"), ("rows", "corrections")])

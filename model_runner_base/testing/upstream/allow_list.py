@@ -42,6 +42,9 @@ class TestFile(_Strict):
     """Options of each engine that a test starts, in place of its own."""
     environment: dict[str, str] = {}
     """Environment variables."""
+    schedulers: bool = False
+    """Whether the tests make schedulers without a worker. Those are this library's then, and the device's limits do not
+    count."""
     tolerance: Tolerance | None = None
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from model_runner_base.testing.upstream.allow_list import AllowList, TestFile, matching
 from model_runner_base.testing.upstream.overrides import Overrides, tolerance_of
+from model_runner_base.testing.upstream.schedulers import schedulers_of
 from model_runner_base.testing.upstream.servers import end, tree_of
 
 AGAIN = 30
@@ -59,7 +60,7 @@ class AllowedTests:
         from vllm.platforms import current_platform
 
         file = self._file(collector)
-        with self._overrides.of(file), ExitStack() as stack:
+        with self._overrides.of(file), schedulers_of(file), ExitStack() as stack:
             for question in file.import_as:
                 stack.enter_context(mock.patch.object(type(current_platform), question, lambda *args: True))
             # Raised again where pytest collects the file's tests, and reports it.
@@ -93,6 +94,9 @@ class AllowedTests:
         for item in items:
             file, path = self._file(item), self.path_of(item)
             self.collected[path] += 1
+            if file.schedulers:
+                # There is no engine whose memory must be free before the next test.
+                item.add_marker("skip_global_cleanup")
             test = item.nodeid.partition("::")[2]
             if (pattern := matching(file.not_run, test)) is not None:
                 self.not_run.setdefault(path, {})[test] = file.not_run[pattern]
@@ -113,7 +117,8 @@ class AllowedTests:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-        with self._overrides.of(self._file(item)), tolerance_of(self._file(item)):
+        file = self._file(item)
+        with self._overrides.of(file), schedulers_of(file), tolerance_of(file):
             result = yield
         if nextitem is None or nextitem.path != item.path:
             end_engines(self._not_ours)
