@@ -51,9 +51,7 @@ class StateUpdates:
         if schedule.arrivals:
             requests.free_rows_for([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
-                known = requests.infos.get(arrival.req_id)
-                with errors.recording(arrival.req_id, known.items if known else arrival.items):
-                    self._admit(arrival)
+                errors.admit_or_fail(arrival, requests.infos.get(arrival.req_id), self._admit)
             schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
             self._append_blocks(schedule)

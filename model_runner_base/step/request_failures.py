@@ -4,22 +4,26 @@ An error before any of the request's data is on the device ends only that reques
 device's state is intact. An error in a graph, in the sampler or in a custom logits processor is raised instead, since
 the rows of the whole batch have moved on. An error that other ranks may not have is raised, too: lack of memory, or a
 missing file. So is any error where others count on the request (``make_request_errors``).
+
+On the last stage of a pipeline a request that failed stays in steps, since the other stages run it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress
 from typing import Any, TypeVar
 
 import torch
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from model_runner_base.step.call import NO_FIELDS, Forward
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.schedule import Arrival, Schedule
 from model_runner_base.vllm_compat.probes.config import asks_for_connector
 
 logger = init_logger(f"vllm.{__name__}")
@@ -52,6 +56,12 @@ class RequestErrors(StepComponent):
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
             self.fail(req_id, items, error)
+
+    def admit_or_fail(self, arrival: Arrival, known: RequestInfo | None, admit: Callable[[Arrival], None]) -> None:
+        """Calls ``admit`` for a request that needs a row, and records an error as its failure; ``known`` are the data
+        of one that resumes."""
+        with self.recording(arrival.req_id, known.items if known else arrival.items):
+            admit(arrival)
 
     def fail(self, req_id: str, items: Sequence[MultiModalFeatureSpec], error: Exception) -> None:
         """Records a request's failure, as ``recording`` does."""
@@ -96,14 +106,40 @@ class RequestErrors(StepComponent):
         return {"errors": unreported}
 
 
+class LastStageErrors(RequestErrors):
+    """Failed requests of a pipeline's last stage, which run on without their rules until the scheduler ends them.
+
+    So the batches of all stages stay the same. The tokens of such a request are not read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((torch.OutOfMemoryError, OSError))
+
+    def admit_or_fail(self, arrival: Arrival, known: RequestInfo | None, admit: Callable[[Arrival], None]) -> None:
+        """Calls ``admit``; if that fails, once more with greedy sampling in place of the request's rules. An error of
+        the second call is raised."""
+        super().admit_or_fail(arrival, known, admit)
+        if arrival.req_id not in self:
+            return
+        self.forget([arrival.req_id])
+        origin = known or arrival
+        # Parameters make it a new request, whose prompt are all of its tokens.
+        admit(replace(arrival, params=SamplingParams(temperature=0), adapter=origin.adapter, items=origin.items))
+
+
 def make_request_errors(vllm_config: VllmConfig) -> RequestErrors:
     """Makes the failed requests of an engine.
 
-    With pipeline stages every error is raised, since one stage would leave out a request that the others run. So it is
-    with a KV connector, whose half in the scheduler counts the blocks of a scheduled request as written.
+    A pipeline's last stage alone tells the scheduler of failed requests, and the others would not leave them out: so
+    errors of other stages, and of pooling, are raised. So they are with a KV connector, whose half in the scheduler
+    counts the blocks of a scheduled request as written.
     """
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or asks_for_connector(vllm_config):
+    if asks_for_connector(vllm_config):
         return RequestErrors((Exception,))
+    if (num_stages := parallel.pipeline_parallel_size) > 1:
+        is_last = parallel.rank >= parallel.tensor_parallel_size * (num_stages - 1)
+        samples = vllm_config.model_config.runner_type == "generate"
+        return LastStageErrors() if is_last and samples else RequestErrors((Exception,))
     # Files may be missing on one rank's host alone; the others would run the request.
     return RequestErrors((torch.OutOfMemoryError, OSError)) if parallel.world_size > 1 else RequestErrors()

@@ -6,6 +6,8 @@ python staged_engine.py MODEL ASYNC     ASYNC: 1 for asynchronous scheduling of 
 import json
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -21,6 +23,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
 ]
 NUM_TOKENS = 24
+FAILING, SEED = 1, 13
+"""Index of a prompt, and a seed with which requests fail."""
 
 
 def start(model: str, **options: Any) -> LLM:
@@ -44,12 +48,18 @@ def params_of(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **options)
 
 
-def ask(llm: LLM) -> list[Any]:
-    """Tokens of all prompts, and log probabilities where they are asked for."""
+def ask(llm: LLM, seeds: Mapping[int, int] = MappingProxyType({})) -> list[Any]:
+    """Tokens of all prompts, and log probabilities where they are asked for; of a request that fails, the reason.
+
+    ``seeds`` replace the seeds of prompts, by index.
+    """
     params = [params_of(index) for index in range(len(PROMPTS))]
+    for index, seed in seeds.items():
+        params[index].seed = seed
     outputs = llm.generate([{"prompt_token_ids": list(each)} for each in PROMPTS], params, use_tqdm=False)
     return [
-        [list(each.outputs[0].token_ids), rounded(each.prompt_logprobs), rounded(each.outputs[0].logprobs)]
+        each.outputs[0].stop_reason
+        or [list(each.outputs[0].token_ids), rounded(each.prompt_logprobs), rounded(each.outputs[0].logprobs)]
         for each in outputs
     ]
 
@@ -98,6 +108,20 @@ def counts(worker: Any) -> list[int]:
     return worker.counts
 
 
+def fail_on_last(worker: Any) -> None:
+    """Has the last stage fail to admit requests with ``SEED``."""
+    head = worker.model_runner.parts.head
+    admit = head.admit
+
+    def fails(row: int, info: Any, token_ids: list[int]) -> None:
+        if info.params.seed == SEED:
+            raise IndexError(f"nothing at {SEED}")
+        admit(row, info, token_ids)
+
+    if worker.rank == 1:
+        head.admit = fails
+
+
 def break_first(worker: Any) -> None:
     """Has the next step fail on the first stage."""
 
@@ -120,6 +144,8 @@ def main() -> None:
     cached = ask(llm)
     abort_one(llm)
     later = ask(llm)
+    llm.collective_rpc(fail_on_last)
+    failing = ask(llm, {FAILING: SEED})
     llm.collective_rpc(break_first)
     before = time.monotonic()
     try:
@@ -127,7 +153,7 @@ def main() -> None:
     except Exception as error:
         message = str(error)
     result = {"one": one, "two": two, "cached": cached, "later": later, "repeats": repeats, "message": message}
-    result["preempted"] = preempted
+    result |= {"preempted": preempted, "failing": failing}
     print("RESULT", json.dumps(result | {"seconds": time.monotonic() - before}), flush=True)
 
 

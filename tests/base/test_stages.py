@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+from staged_engine import FAILING, SEED
+from vllm import SamplingParams
 
 from model_runner_base.admission.request_rules import check_session
 from model_runner_base.errors import CheckpointError, RequestError
 from model_runner_base.heads.pipeline_stages import FAILED, StageError, StageLink, StepCounter
-from model_runner_base.step.request_failures import make_request_errors
-from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.request_failures import LastStageErrors, make_request_errors
+from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.schedule import Arrival, Schedule
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.worker import ModelRunnerWorker
 
+ADAPTER: Any = object()
 SCRIPT = Path(__file__).with_name("staged_engine.py")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -127,14 +132,17 @@ def test_a_step_that_one_stage_leaves_out_is_found() -> None:
 @pytest.mark.parametrize(
     ("stages", "transfer", "offloading", "is_raised"),
     [(1, None, None, False), (2, None, None, True), (1, object(), None, True), (1, None, 0.01, True)],
-    ids=["one process", "stages", "a connector", "blocks on the host"],
+    ids=["one process", "the first stage", "a connector", "blocks on the host"],
 )
 def test_a_request_that_others_count_on_does_not_fail_alone(
     stages: int, transfer: Any, offloading: float | None, is_raised: bool
 ) -> None:
-    """An error ends the engine where other stages run the request, or a connector's scheduler counts its blocks."""
+    """An error ends the engine on a stage that vLLM does not hear, or where a connector's scheduler counts blocks."""
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, world_size=stages),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages, tensor_parallel_size=1, world_size=stages, rank=0
+        ),
+        model_config=SimpleNamespace(runner_type="generate"),
         kv_transfer_config=transfer,
         cache_config=SimpleNamespace(kv_offloading_size=offloading),
     )
@@ -142,6 +150,29 @@ def test_a_request_that_others_count_on_does_not_fail_alone(
     with pytest.raises(IndexError) if is_raised else nullcontext(), errors.recording("bad", ()):
         raise IndexError("nothing at 13")
     assert ("bad" in errors) == (not is_raised)
+
+
+def test_a_request_that_failed_runs_on_with_plain_rules() -> None:
+    """Other stages run it, so the last one does, until the scheduler has read its error."""
+    errors, admitted, arrival = LastStageErrors(), list[Arrival](), Arrival("bad", [5, 6, 7], 0, ([1],))
+    known = RequestInfo(SamplingParams(seed=SEED), SEED, [5, 6], adapter=ADAPTER)
+
+    def admit(each: Arrival) -> None:
+        if each.params is None or each.params == known.params:
+            raise IndexError(f"nothing at {SEED}")
+        admitted.append(each)
+
+    errors.admit_or_fail(arrival, known, admit)
+    assert not errors and admitted == [replace(arrival, params=SamplingParams(temperature=0), adapter=ADAPTER)]
+    assert errors.end_step(None) == {"errors": {"bad": f"IndexError: nothing at {SEED}"}}
+
+
+def test_a_request_that_fails_on_the_last_stage_ends_alone(results: Mapping[str, Any]) -> None:
+    """The others, which ran with it in the same steps, have their tokens."""
+    failing, one = list(results["failing"]), list(results["one"])
+    assert failing.pop(FAILING) == f"IndexError: nothing at {SEED}"
+    one.pop(FAILING)
+    assert failing == one
 
 
 def test_sharded_state_is_not_saved() -> None:
