@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 CHECKS = Path(__file__).parent / "checks"
-FIRST = ["interfaces", "server", "ranks", "start", "compilation", "device_operations", "equality"]
+ALONE = ["server", "ranks", "stages", "replicas"]
+"""Groups that have the device for themselves, as this process has not opened it yet."""
+FIRST = ["interfaces", *ALONE, "start", "compilation", "device_operations", "equality"]
 """Groups that run before all others.
 
-``interfaces`` names what drifted before an engine starts. ``server`` and ``ranks`` have the device for themselves while
-this process has not opened it. ``start`` ends the run if no engine starts. ``compilation`` comes before groups with
-other engines, since late compilations show only in a process that has compiled nothing before."""
+``interfaces`` names what drifted before an engine starts. ``start`` ends the run if no engine starts. ``compilation``
+comes before groups with other engines, since late compilations show only in a process that has compiled nothing
+before."""
 SHARING = [
     "noise",
     "repeated_numbers",

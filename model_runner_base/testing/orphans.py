@@ -31,7 +31,7 @@ def check_all_end(parent: psutil.Process, *, spared: Collection[int] = (), by: s
     assert left, "it has no engine in a process of its own"
     parent.send_signal(by)
     deadline = time.monotonic() + ALLOWED_S
-    while (left := _running(left)) and time.monotonic() < deadline:
+    while (left := running(left)) and time.monotonic() < deadline:
         time.sleep(0.02)
     names = []
     for process in left:
@@ -41,7 +41,7 @@ def check_all_end(parent: psutil.Process, *, spared: Collection[int] = (), by: s
     assert not names, f"processes outlive the one that started them by {ALLOWED_S} s: {', '.join(names)}"
 
 
-def _running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Processes that have not ended. A zombie has ended, and nothing has asked for its status."""
     running = []
     for process in processes:

@@ -46,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--draws", type=int, metavar="N", help="tokens drawn for each distribution (2000): fewer show less")
     group.addoption("--ranks", type=int, default=1, metavar="N", help="devices of this machine: 2 to check two ranks")
+    group.addoption("--stages", type=int, default=1, metavar="N", help="devices: 2 to check two pipeline stages")
+    group.addoption("--replicas", type=int, default=1, metavar="N", help="devices: 2 to check two replicas")
     group.addoption(
         "--soak",
         type=int,

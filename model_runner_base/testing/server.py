@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from model_runner_base.testing.stacks import DIRECTORY
 
 START_TIMEOUT = 600
 """Seconds that a server may take until it answers."""
@@ -44,12 +47,24 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     return out
 
 
+class Running(NamedTuple):
+    """A server that runs."""
+
+    pid: int
+    log: Path
+    """File that it prints to."""
+
+
+RUNNING: dict[str, Running] = {}
+"""Servers by their base URLs."""
+
+
 @contextmanager
 def served(model: Path, platform: str | None, log: Path, *arguments: str) -> Iterator[str]:
     """Starts the server, yields its base URL when it answers, and ends it; what it prints goes to ``log``."""
     command = [sys.executable, "-m", "model_runner_base.testing.server_process", "serve", str(model), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), DIRECTORY: str(log.parent)}
     if platform is not None:
         environment["MODEL_RUNNER_BASE_PLATFORM"] = platform
     with started(command, environment, log) as url:
@@ -65,11 +80,13 @@ def started(command: list[str], environment: Mapping[str, str], log: Path) -> It
         process = subprocess.Popen(
             [*command, *place], env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+    url = f"http://127.0.0.1:{port}"
+    RUNNING[url] = Running(process.pid, log)
     try:
-        url = f"http://127.0.0.1:{port}"
         _wait_for(process, url, log)
         yield url
     finally:
+        del RUNNING[url]
         ends = _end(process)
     assert ends, "the server did not end when it was asked to"
 
@@ -124,12 +141,18 @@ def _reason(log: Path) -> str:
     return next(filter(LAST_OF_TRACEBACK.match, lines), lines[-1] if lines else "it printed nothing")
 
 
-def gauge(url: str, name: str) -> float:
-    """The sum of one of the server's figures, such as ``vllm:kv_cache_usage_perc``."""
+def first_error(url: str) -> str:
+    """The first error in the log of a server that runs or has failed; the log's last line if there is none."""
+    return _reason(RUNNING[url].log)
+
+
+def gauge(url: str, name: str, engine: int | None = None) -> float:
+    """The sum of one of the server's figures, such as ``vllm:kv_cache_usage_perc``, or one of an engine's."""
     with DIRECT.open(f"{url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{")]
-    assert values, f"the server has no figure {name}"
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(f"{name}{{")]
+    label = "" if engine is None else f'engine="{engine}"'
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if label in line]
+    assert values, f"the server has no figure {name} {label}"
     return sum(values)
 
 
@@ -143,20 +166,22 @@ def wait_until_idle(url: str, timeout_s: float = 30) -> None:
 
 
 @contextmanager
-def posted(url: str, body: dict[str, Any], timeout_s: float = 120) -> Iterator[Any]:
+def posted(
+    url: str, body: dict[str, Any], timeout_s: float = 120, headers: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Any]:
     """The answer to a request, which may be read line by line; raises urllib's HTTPError for another status than 200.
 
     The connection is closed at the end, whether the answer was read or not.
     """
     data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     with DIRECT.open(request, timeout=timeout_s) as answer:
         yield answer
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer."""
-    with posted(url, body) as answer:
+def post(url: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A whole answer; ``options`` are those of ``posted``."""
+    with posted(url, body, **options) as answer:
         return json.load(answer)
 
 

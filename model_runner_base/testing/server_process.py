@@ -7,6 +7,9 @@ Processes that the server spawns import this module, too, and get the platform b
 
 import os
 
+from model_runner_base.testing.stacks import write_on_signal
+
+write_on_signal()
 if platform := os.environ.get("MODEL_RUNNER_BASE_PLATFORM"):
     from model_runner_base.testing.platform_choice import choose_platform
 

@@ -30,7 +30,7 @@ DEVICE = "Neuron runner on PJRT CPU"
 LARGEST = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 1}}})]
 SEVERAL = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 0.5}}})]
 # tests/neuron/test_tensor_parallel.py has two ranks and four.
-ALL_BUT_SIZES = f"not {OF_SIZES} and not test_ranks.py"
+ALL_BUT_SIZES = f"not {OF_SIZES} and not (test_ranks.py or test_stages.py or test_replicas.py)"
 
 
 def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
@@ -64,7 +64,7 @@ def test_each_part_of_the_selection_has_cases() -> None:
 def test_a_check_that_one_device_leaves_out_runs_on_another() -> None:
     """Cases run here or on the example device, on this release or on the newest, if not all at one commit."""
     ours, newest = test_conformance.FURTHER, test_conformance.FURTHER_ON_THE_NEWEST
-    example = collected(test_conformance.but(ours))
+    example = collected(test_conformance.but([*test_conformance.LEFT_OUT_WITH_OPENXLA, *ours]))
     example |= collected(test_conformance.but([*test_conformance.LEFT_OUT_OF_THE_NEWEST, *newest]))
     here = collected(f"({COMPILED}) and {ALL_BUT_SIZES}") | collected(" or ".join(SIZES_COMPILED))
     assert collected("test_") - example - here == set() and example and here

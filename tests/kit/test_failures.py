@@ -154,7 +154,7 @@ def test_estimate(tmp_path: Path) -> None:
     assert load(file) == {"b::y": 3.46, "e::v": 2}
 
 
-NOT_RECORDED = {"ranks": "it needs two devices"}
+NOT_RECORDED = dict.fromkeys(("ranks", "stages", "replicas"), "it needs two devices")
 """Groups without a recorded time, and why."""
 
 

@@ -26,6 +26,13 @@ def uses_second_runner(vllm_config: Any) -> bool:
     return bool(setting(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))
 
 
+def stages_need_second_runner() -> bool:
+    """Whether pipeline stages are scheduled asynchronously with the second model runner's steps alone."""
+    from vllm.config import VllmConfig
+
+    return hasattr(VllmConfig, "use_v2_model_runner")
+
+
 def uses_slot_processors(vllm_config: Any) -> bool:
     """Whether custom logits processors have the interface of vLLM's second model runner.
 
