@@ -103,7 +103,8 @@ def test_readers_of_step_types_are_found() -> None:
 
 
 def test_the_scheduler_stands_apart() -> None:
-    """The scheduler serves vLLM without our runner, too: it imports no other folder, and three modules and the kit know of it."""
+    """The scheduler serves vLLM without our runner, too: it imports no other folder. Three modules and the kit know of
+    it."""
     folder = BASE / "scheduling"
     for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
