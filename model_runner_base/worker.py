@@ -21,6 +21,7 @@ from vllm.utils.system_utils import suppress_stdout
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
+from model_runner_base.admission.decode_context_limits import check_copies
 from model_runner_base.caches.states import check_states_fit, states_memory
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
@@ -171,6 +172,7 @@ class ModelRunnerWorker(WorkerBase):
         ):
             with self.model_runner.device_ops.memory_pool("weights"):
                 self.model_runner.load_model()
+            check_copies(self.model_runner.get_model(), self.vllm_config)
             # Outside of the pool of weights: no checkpoint can restore an encoder's outputs, or adapters in their
             # slots.
             self.model_runner.load_encoder()

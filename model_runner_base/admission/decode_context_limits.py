@@ -1,6 +1,8 @@
 """Limits of ranks that keep a part of each request's positions (decode context parallelism, DCP)."""
 
+from torch import nn
 from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.platforms import current_platform
 
 from model_runner_base.errors import refuse
@@ -39,6 +41,23 @@ def check_decode_context(vllm_config: VllmConfig) -> None:
     refuse(refusals)
     if model is not None:
         _check_model(model, parallel.tensor_parallel_size, parallel.decode_context_parallel_size)
+
+
+def check_copies(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedConfigError for a loaded model with a layer whose KV heads are not alike in a group.
+
+    The config has one number of KV heads, and a layer may have another one. Then the ranks of a group would keep parts
+    of different heads.
+    """
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    layers = [layer for layer in model.modules() if isinstance(layer, QKVParallelLinear)] if size > 1 else []
+    copies = {layer.num_kv_head_replicas for layer in layers}
+    refuse(
+        {
+            f"KV heads of some layers are on {min(copies, default=size)} ranks, which are no groups of {size}: use "
+            "decode_context_parallel_size=1": any(number % size for number in copies)
+        }
+    )
 
 
 def _check_model(model: ModelConfig, num_ranks: int, size: int) -> None:

@@ -212,8 +212,9 @@ def count_read(scheduler: Any) -> None:
 
 def is_asked_each_step(connector: Any) -> bool:
     """Whether a KV connector has figures or events that vLLM takes with the output of each step."""
-    names = ("get_kv_connector_stats", "take_events")
-    return any(getattr(type(connector), name) is not getattr(KVConnectorBase_V1, name) for name in names)
+    methods = connector.get_kv_connector_stats, connector.take_events
+    empty = KVConnectorBase_V1.get_kv_connector_stats, KVConnectorBase_V1.take_events
+    return [getattr(method, "__func__", None) for method in methods] != [*empty]
 
 
 def show_to_connector(scheduler: Any, step: Any) -> None:

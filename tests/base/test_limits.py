@@ -1,18 +1,22 @@
 """Settings that README says are refused, one by one; test_errors.py has some of them as a user meets them."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from vllm import SamplingParams
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from model_runner_base.admission import decode_context_limits, limits
 from model_runner_base.admission.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.loader import load_checkpoint
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
+from model_runner_base.vllm_compat.probes.models import CHOOSES_BACKENDS
 
 MODEL = {
     "is_multimodal_model": False,
@@ -308,6 +312,11 @@ def test_what_replicas_are_not_served_with_yet(
         ("model_config.runner_type", "pooling", "pooling models are not supported with decode context parallelism"),
         ("model_config.is_multimodal_model", True, "images and other items are not supported with decode context"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder models are not supported with decode context"),
+        *(
+            [("model_config.architecture", "MiMoV2ForCausalLM", "keys and values of unequal heads are not cut over")]
+            if CHOOSES_BACKENDS
+            else []
+        ),
         ("model_config.get_total_num_kv_heads", lambda: 2, "on 1 ranks, .* no groups of 2: use a decode_context_.* 1$"),
     ],
 )
@@ -318,12 +327,26 @@ def test_what_parts_of_each_request_are_not_served_with_yet(
     monkeypatch.setattr(decode_context_limits, "current_platform", platform)
     config: Any = deepcopy(SERVED)
     config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = 2
-    config.model_config.hf_text_config = SimpleNamespace(sliding_window=None, model_type="llama")
+    config.model_config.hf_text_config = SimpleNamespace(sliding_window=None, model_type="llama", v_head_dim=8)
     config.model_config.get_total_num_kv_heads = lambda: 1
     check_refused(config, setting, value, message)
     platform.serves_decode_context = False
     with pytest.raises(UnsupportedConfigError, match="context parallelism does not run on this device yet"):
         check_config(config)
+
+
+@pytest.mark.parametrize(("size", "copies", "is_served"), [(2, [2, 4], True), (2, [2, 1], False), (1, [1], True)])
+def test_ranks_of_a_group_have_one_kv_head(size: int, copies: list[int], is_served: bool) -> None:
+    """A layer may have more KV heads than the model's config says."""
+    model = nn.Module()
+    for index, number in enumerate(copies):
+        layer = QKVParallelLinear.__new__(QKVParallelLinear)
+        nn.Module.__init__(layer)
+        layer.num_kv_head_replicas = number
+        model.add_module(str(index), layer)
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=size))
+    with nullcontext() if is_served else pytest.raises(UnsupportedConfigError, match=r"on 1 ranks, .* groups of 2"):
+        decode_context_limits.check_copies(model, config)
 
 
 @pytest.mark.parametrize(
