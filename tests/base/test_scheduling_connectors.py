@@ -1,5 +1,6 @@
 """Rows of our scheduler with a KV connector: steps and calls of the connector are those of vLLM's own scheduler."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -62,10 +63,13 @@ def test_most_of_what_runs_has_rows(is_async: bool, connector: tuple[str, ...]) 
 
 def test_sessions() -> None:
     """A session's turns go on with loaded prefixes, without a failure of vLLM's own."""
+    counts = Counter[str]()
     for seed in range(4):
         setting = Setting(is_async=seed % 2 == 0, num_blocks=(60, 300)[seed // 2], connector=ALL)
         pair = ConnectedPair(setting, Habits(sessions=0.4), seed).run(120, 0.2)
-        assert not pair.has_failed and all(pair.counts.values()), pair.counts
+        assert not pair.has_failed, seed
+        counts.update(pair.counts)
+    assert min(counts[name] for name in pair.counts) > 5, counts
 
 
 def test_rows_of_models_with_states() -> None:
