@@ -3,6 +3,7 @@
 import device_level_faults
 import engine_level_faults
 import kernel_faults
+import process_faults
 
-FAULTS = [*device_level_faults.FAULTS, *kernel_faults.FAULTS, *engine_level_faults.FAULTS]
+FAULTS = [*device_level_faults.FAULTS, *kernel_faults.FAULTS, *engine_level_faults.FAULTS, *process_faults.FAULTS]
 """Deliberate faults in the order of the table in docs/tables/faults.md."""
