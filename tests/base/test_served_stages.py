@@ -24,7 +24,7 @@ from model_runner_base.testing.architectures import UNTIED
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_lora import greedy_requests, run
 from model_runner_base.testing.checks.test_multimodal import ask, check_read, expected, prompts
-from model_runner_base.testing.engine import generate, greedy
+from model_runner_base.testing.engine import check_preempted, generate, greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, make_seeing_model
 from model_runner_base.testing.logprobs import check_all
 from model_runner_base.testing.models import TinyModel, vary
@@ -150,5 +150,7 @@ def test_images(tmp_path: Path) -> None:
     options = model.limits | {"skip_tokenizer_init": False, "max_model_len": 256, "async_scheduling": True}
     options |= {"kv_cache_memory_bytes": 192 * TOKEN_BYTES, "max_num_batched_tokens": 24}  # Requests are preempted.
     with staged(model.path, **options) as llm:
+        num_before = metric(llm, "vllm:num_preemptions")
         check_read(ask(llm, asked), expected(model, asked))
         check_read(ask(llm, asked[::-1]), expected(model, asked[::-1]))
+        check_preempted(llm, num_before)
