@@ -126,7 +126,20 @@ def test_formats_that_are_refused(setting: str, tiny_model: Tiny) -> None:
 # ---- The layer alone ----
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, SLOTS, RANK = 4, 6, 8, 2, 3, 5
-WRITER = SlotWriter(lambda function, _: function, DeviceOps(torch.device("cpu")))
+
+
+def same_types(function: Callable[..., torch.Tensor], _: Any) -> Any:
+    """Wraps a function that writes slots: other types of values would be another graph."""
+
+    def written(stack: torch.Tensor, slot: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out = function(stack, slot, values)
+        assert stack.dtype == values.dtype == out.dtype
+        return out
+
+    return written
+
+
+WRITER = SlotWriter(same_types, DeviceOps(torch.device("cpu")))
 
 
 class Kind(NamedTuple):
@@ -166,46 +179,64 @@ def cut(plain: Experts, num_ranks: int, rank: int) -> Experts:
     return plain._replace(gate_up=columns, down=plain.down.unflatten(1, (num_ranks, -1))[:, rank])
 
 
-def random_adapter(kind: Kind, width: int, rank: int) -> tuple[list[LoRALayerWeights | None], Experts]:
-    """Matrices of an adapter as a checkpoint has them, all or but one; and what they add to the experts' weights."""
+def rounded(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Random float32 numbers that ``dtype`` has."""
+    return torch.randn(*shape).to(dtype).float()
+
+
+def random_adapter(
+    kind: Kind, width: int, rank: int, dtype: torch.dtype = torch.float32, without: str = ""
+) -> tuple[list[LoRALayerWeights | None], Experts]:
+    """Matrices of an adapter as a checkpoint has them, and what they add to the experts' weights.
+
+    One matrix is left out, and all of the part ``without``.
+    """
     gate_up, down = torch.zeros(NUM_EXPERTS, HIDDEN, width), torch.zeros(NUM_EXPERTS, INNER, HIDDEN)
     found: list[LoRALayerWeights | None] = []
     if not kind.parts:
         for added in (gate_up, down):
             num_in, num_out = added.shape[1:]
-            a, b = torch.randn(rank * NUM_EXPERTS, num_in), torch.randn(num_out, rank * NUM_EXPERTS)
+            a, b = (rounded(shape, dtype) for shape in ((rank * NUM_EXPERTS, num_in), (num_out, rank * NUM_EXPERTS)))
             for expert in range(NUM_EXPERTS):
                 for number in range(rank):
                     column = b[:, number * NUM_EXPERTS + expert]
                     added[expert] += 0.5 * torch.outer(a[expert * rank + number], column)
-            found.append(LoRALayerWeights("", rank, rank, a, b, scaling=0.5))
+            found.append(LoRALayerWeights("", rank, rank, a.to(dtype), b.to(dtype), scaling=0.5))
         return found, Experts(gate_up, down, kind.activation)
     for expert in range(NUM_EXPERTS):
         for part in kind.parts:
             start = INNER if part == "up" and "gate" in kind.parts else 0
             added = down[expert] if part == "down" else gate_up[expert, :, start : start + INNER]
-            a, b = torch.randn(rank, added.shape[0]), torch.randn(added.shape[1], rank)
-            if (expert, part) == (2, "up"):
+            a, b = (rounded(shape, dtype) for shape in ((rank, added.shape[0]), (added.shape[1], rank)))
+            if (expert, part) == (2, "up") or part == without:
                 found.append(None)
                 continue
             added += 0.5 * (b @ a).t()
-            found.append(LoRALayerWeights("", rank, rank, a, b, scaling=0.5))
+            found.append(LoRALayerWeights("", rank, rank, a.to(dtype), b.to(dtype), scaling=0.5))
     return found, Experts(gate_up, down, kind.activation)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_way_to_run_experts(kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS_LEFT_OUT = [("by expert", "down"), ("by expert", "gate"), ("by expert, without a gate", "up")]
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(("kind", "without"), [*((kind, "") for kind in KINDS), *PARTS_LEFT_OUT])
+def test_every_way_to_run_experts(
+    kind: str, without: str, num_ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens have the experts of their own adapters, as if merged, and none has another's: all experts in
-    one go, in tiles that are run a few at a time, and one by one; also as the sum of two ranks."""
+    one go, in tiles that are run a few at a time, and one by one; also as the sum of two ranks.
+
+    An adapter may leave out a product. Slots have the adapters' own type, and are computed with in float32 here.
+    """
     torch.manual_seed(0)
     of = KINDS[kind]
     width = INNER if of.activation.endswith("_no_mul") else 2 * INNER
     gate_up, down = torch.randn(NUM_EXPERTS, HIDDEN, width), torch.randn(NUM_EXPERTS, INNER, HIDDEN)
     plain = Experts(gate_up, down, of.activation)
-    config: Any = SimpleNamespace(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float32)
+    config: Any = SimpleNamespace(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=dtype)
     monkeypatch.setattr(adapted, "AdaptedExpertsMethod", lambda moe, stacks, punica: stacks)
-    adapters = {0: random_adapter(of, width, 2), 2: random_adapter(of, width, RANK)}
+    adapters = {slot: random_adapter(of, width, rank, dtype, without) for slot, rank in ((0, 2), (2, RANK))}
     ranks = []
     for rank in range(num_ranks):
         own = cut(plain, num_ranks, rank)
@@ -213,10 +244,12 @@ def test_every_way_to_run_experts(kind: str, num_ranks: int, monkeypatch: pytest
         slots = ExpertsSlots(named, config, WRITER, None)
         for slot in (2, 0):
             # Twice: what the slot had before is gone.
-            for found, _ in (random_adapter(of, width, RANK), adapters[slot]):
+            for found, _ in (random_adapter(of, width, RANK, dtype), adapters[slot]):
                 packed: Any = slots.pack("experts", found)
                 slots.set_lora(slot, packed.lora_a, packed.lora_b)
-        ranks.append(AdaptedExperts(*own, *named.layer.weights.quant_method))
+        stacks = named.layer.weights.quant_method
+        assert {stack.dtype for stack in stacks} == {dtype}
+        ranks.append(AdaptedExperts(*own, *(stack.float() for stack in stacks)))
     for num_tokens in (1, 40, 90):
         hidden, weights = torch.randn(num_tokens, HIDDEN), torch.rand(num_tokens, TOP_K)
         ids = torch.randn(num_tokens, NUM_EXPERTS).topk(TOP_K).indices

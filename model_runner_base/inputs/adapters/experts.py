@@ -183,7 +183,8 @@ class ExpertsSlots(SlotLayer):
         if self._by_expert:
             parts = [found[at :: self._by_expert] for at in range(self._by_expert)]
             firsts, lasts = [parts[0], *parts[2:]], [parts[1]]
-            pairs = [_stacked(each, *size[1:]) for each, size in zip((firsts, lasts), self._sizes, strict=True)]
+            products = zip((firsts, lasts), self._sizes, strict=True)
+            pairs = [_stacked(each, *size[1:], self._dtype) for each, size in products]
         else:
             pairs = [_unfolded(weights, self._num_experts) for weights in found if weights is not None]
         lora_a, lora_b = map(list, zip(*pairs, strict=True))
@@ -241,12 +242,11 @@ class ExpertsSlots(SlotLayer):
 
 
 def _stacked(
-    parts: Sequence[Sequence[LoRALayerWeights | None]], num_in: int, num_out: int
+    parts: Sequence[Sequence[LoRALayerWeights | None]], num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B of each part's experts in one tensor, with zeros for experts that an adapter leaves out."""
     found = [weights for part in parts for weights in part if weights is not None]
     rank = max((weights.lora_a.shape[0] for weights in found), default=1)
-    dtype = found[0].lora_a.dtype if found else torch.float32
     a, b = (torch.zeros(len(parts[0]), len(parts), 1, rank, length, dtype=dtype) for length in (num_in, num_out))
     for at, part in enumerate(parts):
         for expert, weights in enumerate(part):

@@ -59,7 +59,8 @@ class SlotWriter:
         return self._device_ops.upload(torch.zeros(*shape, dtype=dtype))
 
     def write(self, stack: torch.Tensor, slot: int, values: torch.Tensor, layout: str) -> None:
-        """Writes ``values``, on the host and in the layout of ``stack``, into a slot; graphs still hold ``stack``."""
+        """Writes ``values``, on the host, of ``stack``'s dtype and layout, into a slot; graphs still hold ``stack``."""
+        assert values.dtype == stack.dtype, f"{values.dtype} for a stack of {stack.dtype}"
         self._device_ops.overwrite(stack, self._written(stack, slot, values, layout))
 
     def warm_up(self, stack: torch.Tensor, values: torch.Tensor, layout: str) -> None:
