@@ -75,7 +75,7 @@ class Windows(NamedTuple):
     """Windows of tokens that end among the tokens of each query tile: N of NT tiles, and M tokens in each."""
 
     position: torch.Tensor
-    """[NT, N] first position that an entry stands for."""
+    """[NT, N] first position that an entry stands for; 0 if the window is not real."""
     is_real: torch.Tensor
     """[NT, N] bool: whether a token of the tile ends the window."""
     places: torch.Tensor
@@ -99,6 +99,7 @@ class Windows(NamedTuple):
         tokens = torch.where(is_token, tokens, 0)
         places = table.entries(tokens.flatten(1)).view_as(tokens)
         entry = torch.where(is_real, table.entries(position) // rate, 0)
+        position = torch.where(is_real, position, 0)
         return cls(position, is_real, places, is_token, entry)
 
 

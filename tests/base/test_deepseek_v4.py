@@ -3,6 +3,7 @@ experts by token; equal to transformers in float32."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from test_sparse_attention import check_arrivals
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 
+from model_runner_base.attention.choice import KeyTable
+from model_runner_base.attention.compressed import Windows
+from model_runner_base.attention.metadata import NEVER
 from model_runner_base.models.layers.hyper_connections import after_block, at_head, before_block
 from model_runner_base.testing.architectures import hf
 from model_runner_base.testing.cases import random_prompts
@@ -43,7 +47,8 @@ one."""
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_compressed(tmp_path_factory.mktemp("deepseek-v4") / "model")
+    """A model that knows no positions after the last one that the engine serves."""
+    return make_compressed(tmp_path_factory.mktemp("deepseek-v4") / "model", max_position_embeddings=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,7 @@ def test_equals_transformers(llm: LLM, model: TinyModel) -> None:
     check_equal(model, PROMPTS[-1:], tokens_of(outputs), [12])
     assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
     assert largest_error(llm, model, PROMPTS[3:]) < 2e-4
+    check(llm, model, random_prompts(152, [LENGTH - 5]), 5)
     check(llm, model, random_prompts(151, [250, 253, 256]), 30)
     assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
 
@@ -90,6 +96,19 @@ def test_drafts_in_pieces(tmp_path: Path) -> None:
     with engine(model.path, kv_cache_memory_bytes=10 * BLOCK * TOKEN_BYTES, **options) as llm:
         check(llm, model, PROMPTS[-4:], 20)
         assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+@pytest.mark.parametrize(("rate", "overlaps"), [(4, True), (4, False), (128, False)])
+def test_windows_at_the_end(rate: int, overlaps: bool) -> None:
+    """Windows that tokens of a tile do not end have no positions after the last one of the model."""
+    last = torch.full((2, 50), NEVER, dtype=torch.int32)
+    last[0, :3] = torch.arange(LENGTH - 3, LENGTH)  # The other tile is padding.
+    plan: Any = SimpleNamespace(block_size=BLOCK)
+    windows = Windows.of(KeyTable(torch.tensor([[3, 1, 2]] * 2, dtype=torch.int32), last, plan), rate, overlaps)
+    assert windows.position.max() < LENGTH
+    ended = windows.position[windows.is_real].tolist(), windows.entry[windows.is_real].tolist()
+    assert ended == ([LENGTH - rate], [(3 * BLOCK - rate) // rate])
+    assert not windows.entry[~windows.is_real].any()
 
 
 def test_hyper_connections() -> None:
