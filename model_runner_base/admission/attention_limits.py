@@ -13,6 +13,7 @@ from model_runner_base.vllm_compat.probes.models import (
     has_unequal_heads,
     is_deepseek_v4,
     is_minimax_m3,
+    misread_positions,
     other_layer_type,
     tokens_per_entry,
 )
@@ -206,6 +207,7 @@ def _check_deepseek_v4(vllm_config: VllmConfig) -> None:
     config, rate = model.hf_text_config, tokens_per_entry(model)
     others = [name for name, value in PUBLISHED_OF_DEEPSEEK_V4.items() if getattr(config, name, None) != value]
     wanted = ", ".join(f"{name}={PUBLISHED_OF_DEEPSEEK_V4[name]}" for name in others)
+    misread = misread_positions(config)
     refusals = {
         f"DeepSeek V4 is served as published, with {wanted}: correct config.json": others,
         f"block_size={cache.block_size} does not hold whole entries of {rate} tokens: use a multiple of {rate}": (
@@ -217,8 +219,11 @@ def _check_deepseek_v4(vllm_config: VllmConfig) -> None:
         "token ids choose experts of DeepSeek V4, and prompt embeddings have none: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),
-        "caches of 8 bits are not supported with DeepSeek V4 yet: leave out kv_cache_dtype": (
-            cache.cache_dtype.startswith("fp8")
+        f"rotary positions of DeepSeek V4 would not be those of its config, which has {misread}": misread,
+        "DeepSeek V4 was not tried in compiled graphs yet: set enforce_eager=True": not model.enforce_eager,
+        "adapters are not supported with DeepSeek V4 yet: leave out enable_lora": vllm_config.lora_config,
+        "DeepSeek V4 keeps its caches in the model's dtype: leave out kv_cache_dtype": (
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."))
         ),
         "an indexer's keys are kept in the model's dtype: leave out indexer_kv_dtype": (
             setting(vllm_config, "attention_config.indexer_kv_dtype") not in KEPT_AS_THEY_ARE

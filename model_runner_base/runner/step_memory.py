@@ -13,7 +13,7 @@ from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS, tiles_at_once
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
-from model_runner_base.vllm_compat.probes.models import chooses_blocks, is_deepseek_v4
+from model_runner_base.vllm_compat.probes.models import chooses_blocks, compression_rates
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 SAMPLING_ARRAYS = 10
@@ -62,7 +62,7 @@ def estimate_step_memory(
         if hides_keys(model_config):
             choice = num_indexed_keys(model_config) or 0, limits.max_model_len
             layer += _choice(model_config, dims, limits, block_size, is_unrolled, *choice)
-        if is_deepseek_v4(model_config.architecture):
+        if compression_rates(model_config):
             layer += _compression(model_config, dims, limits, block_size, is_unrolled)
         if chooses_blocks(model_config):
             layer += _choice_of_blocks(model_config, dims, limits, block_size)
@@ -155,7 +155,7 @@ def _compression(
     of the windows that end in a tile, before and after the mask, with their weights.
     """
     config = model_config.hf_text_config
-    rates, size, heads = set(config.compress_rates.values()), config.head_dim, config.num_attention_heads
+    rates, size, heads = compression_rates(model_config), config.head_dim, config.num_attention_heads
     length = limits.max_model_len // min(rates)
     tables = 2 * -(-limits.max_model_len // block_size) + 6 * length
     numbers = 0

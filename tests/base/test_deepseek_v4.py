@@ -1,6 +1,7 @@
 """DeepSeek V4: a window beside compressed entries, of which an indexer chooses or tokens see all, hyper-connections,
 experts by token; equal to transformers in float32."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel, vary
 from model_runner_base.testing.reference import logits_after
+from model_runner_base.vllm_compat.probes.models import misread_positions
 
 pytestmark = pytest.mark.newest
 PROMPTS = random_prompts(150, [1, 3, 4, 25, 90, 127, 129, 300])
@@ -142,9 +144,13 @@ def test_hyper_connections() -> None:
     [
         ({"tensor_parallel_size": 2}, "DeepSeek V4 is not cut over ranks or stages yet"),
         ({"kv_cache_dtype": "fp8"}, "leave out kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "leave out kv_cache_dtype"),
+        ({"enable_lora": True}, "leave out enable_lora"),
+        ({"enforce_eager": False}, "set enforce_eager=True"),
         ({"enable_prompt_embeds": True}, "leave out enable_prompt_embeds"),
         ({"block_size": 64}, "block_size=64 .* use a multiple of 128"),
         ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "drafts by mtp are not supported"),
+        ({"hf_overrides": {"compress_rope_theta": 1e4}}, "compress_rope_theta=10000.0, and rope_theta=160000"),
         ({"hf_overrides": {"topk_method": None}}, "served as published, with topk_method=noaux_tc"),
         ({"hf_overrides": {"quantization_config": QUANTISED}}, "use one whose weights are in bfloat16"),
     ],
@@ -153,3 +159,24 @@ def test_refusals(options: dict[str, Any], message: str, model: TinyModel) -> No
     options = OPTIONS | options
     with pytest.raises(ValueError, match=message):
         EngineArgs(str(model.path), skip_tokenizer_init=True, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("main", {"rope_theta": 20000.0}, "rope_theta=10000.* make them equal"),
+        ("compress", {"rope_theta": 10000.0}, "compress_rope_theta=160000.* make them equal"),
+        ("main", {"rope_type": "linear", "factor": 2.0}, 'rope_type=linear of layers without entries: use "default"'),
+        ("compress", {"rope_type": "linear", "factor": 2.0}, 'rope_type=linear of layers with entries: use "default"'),
+        ("compress", {"rope_type": "yarn", "attention_factor": 1.3}, "attention_factor=1.3: set it to 1.0"),
+        ("compress", {"rope_type": "yarn"}, "attention_factor=None: set it to 1.0"),
+        ("compress", {"rope_type": "yarn", "attention_factor": 1.0}, None),
+        ("main", {}, None),
+    ],
+)
+def test_misread_positions(part: str, changes: dict[str, Any], message: str | None) -> None:
+    """vLLM passes over parts of nested settings that transformers reads."""
+    config = hf.DeepseekV4Config(**SIZES)
+    config.rope_parameters[part].update(changes)
+    misread = misread_positions(config)
+    assert misread is None if message is None else re.search(message, misread or "")

@@ -423,7 +423,7 @@ def test_step_memory_counts_compression() -> None:
     size = LIMITS.mixed_size(4, 20, 100, 3, 12)
 
     def estimate(max_model_len: int = 512, **others: Any) -> int:
-        config = model_config(**(dims | {"compress_rates": rates} | others))
+        config = model_config(**(dims | {"compress_rates": rates, "layer_types": [*rates]} | others))
         config.architecture = "DeepseekV4ForCausalLM"
         return estimate_step_memory(
             [size], replace(LIMITS, max_model_len=max_model_len), {"layer": spec(1, 16)}, config
@@ -434,3 +434,9 @@ def test_step_memory_counts_compression() -> None:
     assert estimate(4096, compress_rates=rates | {"compressed_sparse_attention": 8}) < estimate(4096)
     assert estimate(compress_rates=rates | {"heavily_compressed_attention": 256}) > estimate()
     assert estimate(index_topk=128) > estimate()
+    # Rates that no layer has, or that compress nothing, count nothing.
+    for rate in (0, 1, 2):
+        assert estimate(compress_rates=rates | {"other": rate}) == estimate()
+    for rate in (0, 1):
+        others = {"compress_rates": rates | {"sliding_attention": rate}, "layer_types": ["sliding_attention", *rates]}
+        assert estimate(**others) == estimate() > estimate(layer_types=["sliding_attention"])

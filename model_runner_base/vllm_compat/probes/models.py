@@ -62,11 +62,45 @@ def is_deepseek_v4(architecture: str) -> bool:
 
 def tokens_per_entry(model_config: Any) -> int:
     """Largest number of tokens that a layer compresses to one entry of a cache (DeepSeek V4); 1 for other models."""
+    return max(compression_rates(model_config), default=1)
+
+
+def compression_rates(model_config: Any) -> set[int]:
+    """Numbers of tokens that layers compress to one entry of a cache (DeepSeek V4); none for other models."""
     if not is_deepseek_v4(model_config.architecture):
-        return 1
+        return set()
     config = model_config.hf_text_config
     rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
-    return max([rates.get(kind, 1) for kind in getattr(config, "layer_types", ())], default=1)
+    return {rate for kind in getattr(config, "layer_types", ()) if (rate := rates.get(kind, 1)) > 1}
+
+
+def misread_positions(config: Any) -> str | None:
+    """Rotary positions of DeepSeek V4 that vLLM's class makes otherwise than the config says, and what to do; None if
+    there are none.
+
+    The class takes both bases from the config's own fields. Layers without entries have plain positions, and layers
+    with entries YaRN of any type that is not "default", whose numbers it does not scale.
+
+    Args:
+        config: the text model's config from ``config.json``.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = {name: parameters.get(name) for name in ("main", "compress")}
+    if not all(isinstance(part, dict) for part in parts.values()):
+        return "no main and compress in rope_parameters: correct config.json"
+    main, compress = parts.values()
+    for part, name in ((main, "rope_theta"), (compress, "compress_rope_theta")):
+        base, theta = getattr(config, name), part.get("rope_theta", getattr(config, name))
+        if theta != base:
+            return f"{name}={base}, and rope_theta={theta} in rope_parameters: make them equal in config.json"
+    kind, factor = compress.get("rope_type", "default"), compress.get("attention_factor")
+    if (of_main := main.get("rope_type", "default")) != "default":
+        return f'rope_type={of_main} of layers without entries: use "default", or another model'
+    if kind not in ("default", "yarn"):
+        return f'rope_type={kind} of layers with entries: use "default" or "yarn", or another model'
+    if factor not in (None, 1.0) or (kind == "yarn" and factor is None):
+        return f"attention_factor={factor}: set it to 1.0 in rope_parameters, or use another model"
+    return None
 
 
 def has_own_kernels(architecture: str, config: Any) -> bool:
