@@ -17,6 +17,7 @@ from model_runner_base.models.layers import fused_moe
 from model_runner_base.models.layers.fused_moe import Experts, run_experts, tile_places
 from model_runner_base.models.layers.routing import check_router, select_experts
 from model_runner_base.step.rounds import loops_run_by, unrolled
+from model_runner_base.vllm_compat.probes.experts import ExpertsView
 
 HIDDEN, INNER = 6, 5
 
@@ -246,3 +247,40 @@ def test_refused_routers_say_why() -> None:
         check_router(uneven)
     with pytest.raises(NotImplementedError, match="scores by tanh"):
         check_router(layer_with(top_k=1, global_num_experts=6, scoring_func="tanh"))
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_scores_by_sqrtsoftplus(by_token: bool) -> None:
+    """Experts of the best scores, or of a table by token id; weights are scores without the bias either way."""
+    num_experts, top_k, scale, tokens = 12, 3, 1.5, [3, 0, 19, 3, 7]
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(len(tokens), num_experts)).astype(np.float32)
+    bias = rng.normal(size=num_experts).astype(np.float32)
+    table = rng.permuted(np.tile(np.arange(num_experts), (20, 1)), axis=1)[:, :top_k]
+    layer = layer_with(
+        top_k=top_k,
+        global_num_experts=num_experts,
+        renormalize=True,
+        routed_scaling_factor=scale,
+        e_score_correction_bias=torch.from_numpy(bias),
+    )
+    layer.router.scoring_func = "sqrtsoftplus"  # Older releases make no such router.
+    layer.experts_of_tokens = torch.from_numpy(table) if by_token else None
+    check_router(layer)
+    weights, ids = select_experts(layer, torch.zeros(5, 1), torch.from_numpy(logits), torch.tensor(tokens))
+    scores = np.sqrt(np.log1p(np.exp(logits.astype(np.float64))))
+    for row, token in enumerate(tokens):
+        want = table[token] if by_token else np.argsort(-(scores[row] + bias))[:top_k]
+        assert ids[row].tolist() == want.tolist()
+        of_token = scores[row][want]
+        np.testing.assert_allclose(weights[row].numpy(), scale * of_token / of_token.sum(), rtol=1e-4)
+
+
+def test_a_table_that_is_not_the_gates_is_refused() -> None:
+    table = torch.zeros(20, 3, dtype=torch.int32)
+    gate = SimpleNamespace()
+    module = SimpleNamespace(activation="silu", router=SimpleNamespace(_hash_indices_table=table), gate=gate)
+    module.routed_experts = module
+    assert ExpertsView(module).asks_for_more == "hash routing"
+    gate.tid2eid = table
+    assert ExpertsView(module).asks_for_more is None
