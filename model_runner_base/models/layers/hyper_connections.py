@@ -17,9 +17,13 @@ from torch import nn
 
 
 def use_plain_connections(model: nn.Module) -> None:
-    """Makes vLLM's operations of hyper-connections in a loaded model run in plain torch."""
+    """Makes vLLM's operations of hyper-connections in a loaded model run in plain torch, one by one: where a library of
+    kernels is installed, a decoder layer would join some of them."""
     forwards = {"MHCPreOp": before_block, "MHCPostOp": after_block, "HCHeadOp": at_head}
     for module in model.modules():
+        if hasattr(module, "use_fused_mhc"):
+            decoder_layer: Any = module
+            decoder_layer.use_fused_mhc = False
         if (forward := forwards.get(type(module).__name__)) is not None:
             layer: Any = module
             layer.forward = forward

@@ -33,8 +33,9 @@ def plain_deepseek_v4(vllm_config: VllmConfig) -> Iterator[None]:
     from vllm.models.deepseek_v4 import compressor
     from vllm.models.deepseek_v4.cpu import model
 
-    ModelRegistry.register_model(DEEPSEEK_V4, f"{OF_HOST}:{DEEPSEEK_V4}")
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(ModelRegistry.models))
+        ModelRegistry.register_model(DEEPSEEK_V4, f"{OF_HOST}:{DEEPSEEK_V4}")
         stack.enter_context(patch.object(torch.cuda, "Event", _NoEvent))
         stack.enter_context(patch.object(model, "DeepseekV4CPUAttention", _attention_class()))
         for module in (compressor, model):
