@@ -15,7 +15,7 @@ the row of the token's place, divided by r. An entry is made in the step of its 
 repeated; until then no token sees it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -53,7 +53,10 @@ class CompressedBackend(PagedAttentionBackend):
 
 @dataclass
 class CompressedMetadata(AttentionMetadata):
-    """Plans of a step over all tokens, with tables of their places; shared by rows of tokens and by entries."""
+    """Plans of a step over all tokens, with tables of their places; shared by rows of tokens and by entries.
+
+    What follows from these and a rate alone is made for the first layer that asks, and kept for the others.
+    """
 
     planned: PagedAttentionMetadata
     rows: KeyTable | None
@@ -61,14 +64,28 @@ class CompressedMetadata(AttentionMetadata):
     chunks: KeyTable | None
     """The same for tiles of chunks."""
 
+    _windows: dict[tuple[int, bool], list["Windows"]] = field(default_factory=dict)
+    _entries: dict[int, "EntryPlans"] = field(default_factory=dict)
+
     @property
     def slots(self) -> torch.Tensor:
         """[T] place of each token among all places of the cache."""
         return self.planned.slot_blocks * self.planned.block_size + self.planned.slot_offsets
 
-    @property
-    def tables(self) -> list[KeyTable]:
-        return [table for table in (self.rows, self.chunks) if table is not None]
+    def windows(self, rate: int, overlaps: bool) -> list["Windows"]:
+        """Windows of ``rate`` tokens that end in the step, of each table where it is not known that none does."""
+        if (rate, overlaps) not in self._windows:
+            made = [Windows.of(table, rate, overlaps) for table in (self.rows, self.chunks) if table is not None]
+            self._windows[rate, overlaps] = [
+                each for each in made if not is_read_at_once(each.is_real) or bool(each.is_real.any())
+            ]
+        return self._windows[rate, overlaps]
+
+    def entries(self, rate: int, max_model_len: int) -> "EntryPlans":
+        """Plans over the entries of ``rate`` tokens."""
+        if rate not in self._entries:
+            self._entries[rate] = EntryPlans.of(self, rate, max_model_len)
+        return self._entries[rate]
 
 
 class Windows(NamedTuple):
@@ -117,12 +134,9 @@ class Compressor:
         """Number of numbers in a token's row: values, then gates, twice as many with an overlap."""
         return 2 * (1 + self.overlaps) * self.size
 
-    def mixtures(self, table: KeyTable, cache: torch.Tensor) -> tuple[torch.Tensor, Windows] | None:
-        """Mixtures [NT, N, size] of the rows in ``cache`` [places, row size] for windows that a step ends, and the
-        windows; None if it is known that there are none. Those of windows that are not real are finite."""
-        windows = Windows.of(table, self.rate, self.overlaps)
-        if is_read_at_once(windows.is_real) and not bool(windows.is_real.any()):
-            return None
+    def mixtures(self, windows: Windows, cache: torch.Tensor) -> torch.Tensor:
+        """Mixtures [NT, N, size] of the rows in ``cache`` [places, row size] for windows that a step ends; those of
+        windows that are not real are finite."""
         values, gates = cache[windows.places].chunk(2, dim=3)
         if self.overlaps:
             values, gates = (
@@ -133,7 +147,7 @@ class Compressor:
         # Rows that nothing was written to may hold a NaN.
         values, gates = torch.where(is_token, values, 0.0), torch.where(is_token, gates, -torch.inf)
         gates = torch.where(windows.is_real[:, :, None, None], gates, 0.0)
-        return (values * gates.softmax(dim=2)).sum(dim=2), windows
+        return (values * gates.softmax(dim=2)).sum(dim=2)
 
 
 def table_of_entries(table: KeyTable, rate: int, max_model_len: int) -> KeyTable:

@@ -107,7 +107,7 @@ def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, *_:
         step: CompressedMetadata = metadata[self.prefix]
         _compress(self.compressor, step, positions, hidden_states, self.rotary_emb, self.kv_cache)
         compressed = self.kv_cache.view(-1, 1, 1, self.head_dim)
-        plans = EntryPlans.of(step, self.compress_ratio, self.max_len)
+        plans = step.entries(self.compress_ratio, self.max_len)
         entries = (
             plans.all() if self.indexer is None else _chosen(self, plans, step, positions, hidden_states, low_rank)
         )
@@ -150,13 +150,11 @@ def _compress(
     gates = gates + module.ape[(positions % compression.rate).long()]
     rows = module.state_cache.kv_cache
     rows.index_put_((step.slots,), torch.cat((values, gates), dim=1))
-    for table in step.tables:
-        made = compression.mixtures(table, rows)
-        if made is not None:
-            mixtures, windows = made
-            new = _rotated(rotary, windows.position, module.norm(mixtures.to(entries.dtype)))
-            new = torch.where(windows.is_real.unsqueeze(2), new, 0)
-            entries.index_put_((windows.entry,), new)
+    for windows in step.windows(compression.rate, compression.overlaps):
+        mixtures = compression.mixtures(windows, rows)
+        new = _rotated(rotary, windows.position, module.norm(mixtures.to(entries.dtype)))
+        new = torch.where(windows.is_real.unsqueeze(2), new, 0)
+        entries.index_put_((windows.entry,), new)
 
 
 def _rotated(rotary: Any, positions: torch.Tensor, x: torch.Tensor, is_back: bool = False) -> torch.Tensor:
