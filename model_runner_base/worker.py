@@ -178,7 +178,7 @@ class ModelRunnerWorker(WorkerBase):
             self.model_runner.load_encoder()
             self.model_runner.load_adapters()
         # Other processes take and free the host's memory meanwhile.
-        counted = weights_memory(self.model_runner.get_model())
+        counted = weights_memory(self.model_runner.get_model()) + self.model_runner.adapters.slots_memory()
         self._weights_memory = counted if self._shares_host_memory() else profiler.consumed_memory
         self.weight_updates = WeightUpdates(self.model_runner, self.vllm_config, self.model_runner.device)
 

@@ -57,6 +57,10 @@ class Adapters:
     def unbind_logits(self) -> None:
         """Releases what ``bind_logits`` bound. Part of that graph."""
 
+    def slots_memory(self) -> int:
+        """Bytes of all slots, which are no parameters or buffers of the model."""
+        return 0
+
     def step_memory(self) -> int:
         """Bytes that the largest step needs for adapters, in addition to their slots and to what the model needs."""
         return 0

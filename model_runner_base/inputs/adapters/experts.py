@@ -224,6 +224,9 @@ class ExpertsSlots(SlotLayer):
         largest = max(stack.nbytes for stack in self._stacks)
         return largest + largest // self._num_slots
 
+    def slots_memory(self) -> int:
+        return sum(stack.nbytes for stack in self._stacks)
+
     def _zeros(self) -> list[torch.Tensor]:
         """Zeros of one slot, on the host."""
         return [torch.zeros(like, dtype=self._dtype) for like in self._like]

@@ -100,6 +100,9 @@ class LoRAAdapters(Adapters):
         for layer in self._slots.slotted.values():
             layer.warm_up()
 
+    def slots_memory(self) -> int:
+        return sum(layer.slots_memory() for layer in self._slots.slotted.values())
+
     def step_memory(self) -> int:
         """Upper estimate, in bytes: the products of one layer, and one layer's matrices while a slot is written."""
         layers = self._slots.slotted.values()

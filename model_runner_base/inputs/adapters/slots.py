@@ -100,6 +100,11 @@ class SlotLayer:
         """Bytes that writing a slot takes."""
         return 0
 
+    def slots_memory(self) -> int:
+        """Bytes of the matrices of all slots."""
+        stacks = (getattr(self.layer, name) for name in STACKS)
+        return sum(stack.nbytes for each in stacks for stack in (each if isinstance(each, tuple) else (each,)))
+
 
 class SlottedLayer(SlotLayer):
     """A LoRA layer whose matrices have the layout of the masked products (``punica.py``) and are written by slots."""
