@@ -1,6 +1,8 @@
 """LoRA adapters of experts: tokens of the model with the adapter merged into its weights."""
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,21 +12,25 @@ import torch
 from conftest import compilations, engine
 from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
-from test_lora import COMPILED, EAGER, LENGTHS, LORA, Made, check
+from test_lora import COMPILED, EAGER, LENGTHS, LORA, Made, check, flat
 from vllm import EngineArgs
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridModel
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.inputs.adapters import experts as adapted
+from model_runner_base.inputs.adapters import lora
 from model_runner_base.inputs.adapters.experts import AdaptedExperts, ExpertsSlots, NamedExperts
+from model_runner_base.inputs.adapters.lora import check_adapters
+from model_runner_base.inputs.adapters.manager import SlotManager
 from model_runner_base.inputs.adapters.slots import SlotWriter
 from model_runner_base.models.layers import fused_moe
 from model_runner_base.models.layers.fused_moe import Experts, run_experts
 from model_runner_base.testing.adapters import ATTENTION, EXPERTS, make_adapter
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_lora import greedy_requests, run
-from model_runner_base.testing.engine import greedy, metric
+from model_runner_base.testing.engine import greedy, metric, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 
@@ -85,16 +91,62 @@ def test_experts_of_other_models(tiny_model: Tiny, tmp_path: Path) -> None:
     half = make_adapter(model.path, tmp_path, 2, targets=(EXPERTS,))
     without_one(half.path)
     of_other = make_adapter(other.path, tmp_path, 3, targets=(EXPERTS,))
-    large = make_adapter(model.path, tmp_path, 4, rank=16, targets=(EXPERTS,))
+    large = make_adapter(model.path, tmp_path, 4, rank=16, targets=(EXPERTS,), r=8)
     with engine(model.path, **LORA, **EAGER) as llm:
         for bad, words in (
             (half, r"is for .*experts.base_layer alone: train it for .*experts, too"),
             (of_other, r"is for .*experts\..*, which this model has no adapters in"),
-            (large, r"rank 16 of .*|.*greater than max_lora_rank"),
+            (large, r"LoRA rank 16 of .*experts.* is greater than max_lora_rank 8"),
         ):
             with pytest.raises(ValueError, match=words):
                 llm.llm_engine.add_lora(bad.request)
         run(llm, model, greedy_requests(5, LENGTHS), [good, None, good, None])
+
+
+def test_experts_that_take_none(tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter of experts is refused with their own reason, here or on another pipeline stage; others serve."""
+    model = tiny_model("gpt-oss")
+    good = make_adapter(model.path, tmp_path, 1)
+    bad, later = (
+        make_adapter(model.path, tmp_path, number, targets=(EXPERTS,), target_parameters=["experts.gate_up_proj"])
+        for number in (2, 3)
+    )
+    file = later.path / "adapter_model.safetensors"
+    save_file({re.sub(r"layers\.\d", "layers.9", name): each for name, each in load_file(file).items()}, file)
+    stage: Any = ({}, {"model.layers.9.mlp.experts": "stages"}, False)
+    monkeypatch.setattr(NamedExperts, "unsupported_reason", lambda *_: "tests")
+    monkeypatch.setattr(lora, "gather_stages", lambda config, own: [own, stage])
+    with engine(model.path, **LORA, **EAGER) as llm:
+        for adapter, words in ((bad, r"\.[01]\..* with tests"), (later, r"\.9\..* with stages")):
+            with pytest.raises(ValueError, match=rf"layers{words}"):
+                llm.llm_engine.add_lora(adapter.request)
+        run(llm, model, greedy_requests(5, LENGTHS[:2]), [good, None])
+        stacks = [each for layer in runner_of(llm).adapters._slots.modules.values() for each in flat(layer.layer)]
+        weights = sum(each.nbytes for each in runner_of(llm).model.parameters())
+        counted = llm.llm_engine.model_executor.driver_worker.worker._weights_memory  # type: ignore[attr-defined]
+        assert counted - weights >= sum(each.nbytes for each in stacks) > 0
+
+
+def test_names_of_experts() -> None:
+    """Experts have the names of the checkpoint, with each name of a parent once."""
+    config = SimpleNamespace(config=SimpleNamespace(num_local_experts=2))
+    granite = [name for _, name, _, _ in GraniteMoeHybridModel.get_expert_mapping(config)]  # type: ignore[arg-type]
+    for parent, names in (("block_sparse_moe", granite), ("mlp", ["experts.0.up_proj", "experts.1.up_proj"])):
+        mapping = {"experts": [name.rstrip(".") for name in names]}
+        manager: Any = SimpleNamespace(_is_3d_moe_model=False, packed_modules_mapping=mapping)
+        found = SlotManager._named(manager, f"model.layers.0.{parent}.experts", None)  # type: ignore[arg-type]
+        first, last = f"model.layers.0.{parent}.experts.0.", f"model.layers.0.{parent}.experts.1.up_proj"
+        assert found.names[0].startswith(first) and found.names[-1] == last
+        assert all(name.count("experts") == name.count(parent) == 1 for name in found.names)
+
+
+def test_names_of_a_model_without_a_head() -> None:
+    """A pooling model's experts that take no adapters are known by the names of a model without a head, too."""
+    own = {"modules": {}, "packed_modules": {}, "experts": {}, "model": torch.nn.Module()}
+    without = {"model.layers.0.mlp.experts": "tests"}
+    manager: Any = SimpleNamespace(**own, without=without, is_pooling_model=True, _is_3d_moe_model=True)
+    SlotManager.use_slots(manager, lambda layer: layer)
+    assert manager.without == without | {"layers.0.mlp.experts": "tests"}
 
 
 HAS_TARGETS = "lora_target_modules" in EngineArgs.__dataclass_fields__
@@ -121,6 +173,16 @@ def test_formats_that_are_refused(setting: str, tiny_model: Tiny) -> None:
         engine(tiny_model("qwen3-moe").path, **LORA, **EAGER, **{setting: True}),
     ):
         pass
+
+
+@pytest.mark.skipif(not HAS_TARGETS, reason="this vLLM has no such settings")
+def test_formats_of_models_without_experts(tiny_model: Tiny) -> None:
+    """vLLM ignores the settings of experts' formats in other models."""
+    options: dict[str, Any] = LORA | {"enable_mixed_moe_lora_format": True}
+    for name, is_refused in (("llama", False), ("qwen3-moe", True)):
+        config = EngineArgs(str(tiny_model(name).path), **options).create_engine_config()
+        with pytest.raises(UnsupportedConfigError) if is_refused else nullcontext():
+            check_adapters(config)
 
 
 # ---- The layer alone ----
@@ -284,6 +346,7 @@ def test_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             run_experts(plain, hidden, ids, weights)
         made = with_adapters.bytes - without.bytes
         assert made <= slots.products_memory(num_tokens, 1) < 2 * made
+    assert slots.slots_memory() == sum(stack.nbytes for stack in named.layer.weights.quant_method)
     assert slots.write_memory() == NUM_EXPERTS * RANK * 2 * INNER * 4 * (SLOTS + 1)
 
 

@@ -46,8 +46,11 @@ class LoRAAdapters(Adapters):
         self.products.vocab_size = self._slots.vocab_size
         self._slots.use_slots(self.products.make_layers(wrap, device_ops))
         # Every stage checks whole adapters, so that none has loaded one that another stage refuses.
-        for widths in gather_stages(vllm_config, self._slots.widths):
-            self._slots.widths |= widths
+        slots = self._slots
+        for widths, without, takes in gather_stages(vllm_config, (slots.widths, slots.without, slots.takes_parameters)):
+            slots.widths |= widths
+            slots.without |= without
+            slots.takes_parameters |= takes
         self.batches_take_turns = vllm_config.parallel_config.pipeline_parallel_size > 1
         """Whether a batch repeats while another one's steps run in between."""
         self._device_ops = device_ops
@@ -126,7 +129,7 @@ def check_adapters(vllm_config: VllmConfig) -> None:
     if lora is None:
         return
     for setting in ("enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
-        if getattr(lora, setting, False):
+        if getattr(lora, setting, False) and vllm_config.model_config.is_moe:
             raise UnsupportedConfigError(
                 f"adapters of experts in another format than the model's are not supported yet: leave out {setting}"
             )

@@ -84,7 +84,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         if self._is_3d_moe_model:
             return NamedExperts(layer, (f"{name}.base_layer", name))
         parent, _, last = name.rpartition(".")
-        return NamedExperts(layer, [f"{parent}.{each}" for each in self.packed_modules_mapping.get(last, ())])
+        start = f"{parent.rpartition('.')[2]}.{last}."  # GraniteMoeHybrid's mapping has the parent's name, too.
+        mapping = self.packed_modules_mapping.get(last, ())
+        names = [last + each.removeprefix(start[:-1]) if each.startswith(start) else each for each in mapping]
+        return NamedExperts(layer, [f"{parent}.{each}" for each in names])
 
     def _match_target_modules(self, module_name: str) -> bool:
         """Whether the layer takes adapters: it is a matrix, not one of experts, and ``lora_target_modules`` allows
@@ -110,7 +113,10 @@ class SlotManager(LRUCacheLoRAModelManager):
                 name.removeprefix("model."): each._replace(needs=each.needs.removeprefix("model."))
                 for name, each in widths.items()
             }
+            self.without |= {name.removeprefix("model."): reason for name, reason in self.without.items()}
         self.widths = widths
+        self.takes_parameters: bool = self._is_3d_moe_model
+        """Whether a checkpoint has all experts' matrices in one, even if the experts take no adapters."""
         self.modules = self.slotted  # type: ignore[assignment]
         self.replaced = [
             (parent, name, child)
@@ -219,8 +225,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         adapter = super()._load_adapter(lora_request)
         assert self.lora_config is not None
         widths, name = self.slots.widths, lora_request.lora_name
-        has_stacked = any(each.num_experts > 1 for each in widths.values())
-        check_config(get_adapter_absolute_path(lora_request.lora_path), name, has_stacked)
+        check_config(get_adapter_absolute_path(lora_request.lora_path), name, self.slots.takes_parameters)
         check_fit(adapter, name, widths, self.lora_config.max_lora_rank, self.slots.without)
         return adapter
 
