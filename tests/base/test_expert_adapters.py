@@ -55,7 +55,7 @@ def test_adapters(case: str, tiny_model: Tiny, tmp_path: Path) -> None:
     """
     name, options = CASES[case]
     model = tiny_model(name)
-    some = {"part": "layers.1.mlp.experts", "without": "experts.3.up_proj"}
+    some: Any = {"part": "layers.1.mlp.experts", "without": "experts.3.up_proj"}
     adapters = [
         make_adapter(model.path, tmp_path, 1, targets=ALL[name]),
         make_adapter(model.path, tmp_path, 2, rank=4, targets=(EXPERTS,), use_rslora=True),

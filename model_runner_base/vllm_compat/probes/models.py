@@ -85,7 +85,7 @@ def misread_positions(config: Any) -> str | None:
         config: the text model's config from ``config.json``.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    parts = {name: parameters.get(name) for name in ("main", "compress")}
+    parts: dict[str, Any] = {name: parameters.get(name) for name in ("main", "compress")}
     if not all(isinstance(part, dict) for part in parts.values()):
         return "no main and compress in rope_parameters: correct config.json"
     main, compress = parts.values()
