@@ -18,17 +18,10 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from benchmarks.device.engines import Engine
-from benchmarks.harness.models import saved_llama
+from benchmarks.harness.models import MIDDLING, saved_llama
 from benchmarks.harness.report import make_parser, show, take_turns
 from model_runner_base.testing.engine import cache_bytes, metric
 
-MODEL = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 8192,
-}
 PROMPTS = 12
 ON_HOST_GIB = 1.0
 
@@ -45,7 +38,7 @@ def send(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
 def measure(model: str, times: int, length: int, repeats: int) -> dict[str, Any]:
     """Figures of both engines, whose tokens must be equal."""
     numbers = random.Random(0)
-    prompts = [[numbers.randrange(MODEL["vocab_size"]) for _ in range(length)] for _ in range(PROMPTS)]
+    prompts = [[numbers.randrange(MIDDLING["vocab_size"]) for _ in range(length)] for _ in range(PROMPTS)]
     options = {
         "model": model,
         "max_model_len": 2 * length,
@@ -73,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompt_tokens, args.layers, args.repeats = 64, 1, 1
-    with saved_llama(num_hidden_layers=args.layers, **MODEL) as model:
+    with saved_llama(num_hidden_layers=args.layers, **MIDDLING) as model:
         show([measure(str(model), args.times, args.prompt_tokens, args.repeats)], args.json)
 
 

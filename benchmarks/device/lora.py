@@ -16,17 +16,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.device.engines import Engine, sized
-from benchmarks.harness.models import saved_llama
+from benchmarks.harness.models import MIDDLING, saved_llama
 from benchmarks.harness.report import make_parser, progress, show, take_turns
 from model_runner_base.testing.adapters import make_adapter
 
-MODEL = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 8192,
-}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_ADAPTERS = (0, 1, 4)
 CASES: dict[str, dict[str, Any]] = {
@@ -65,7 +58,7 @@ def main() -> None:
 
     lora = {"enable_lora": True, "max_loras": args.slots, "max_lora_rank": args.rank}
     rows: list[dict[str, Any]] = []
-    with saved_llama(num_hidden_layers=args.layers, **MODEL) as model, tempfile.TemporaryDirectory() as directory:
+    with saved_llama(num_hidden_layers=args.layers, **MIDDLING) as model, tempfile.TemporaryDirectory() as directory:
         adapters = [
             str(make_adapter(model, Path(directory), number, rank=args.rank, targets=TARGETS).path)
             for number in range(1, 1 + max(NUM_ADAPTERS))

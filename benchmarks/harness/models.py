@@ -8,6 +8,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 BUNDLED_MODEL = Path(__file__).parents[2] / "examples" / "models" / "kjv-2m"
+MIDDLING = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+}
+"""Sizes of a Llama whose products take most of a step's time; two layers have some 40M parameters."""
 
 
 @contextmanager
