@@ -100,7 +100,7 @@ def count_compilations(url: str, directory: Path) -> dict[str, int]:
 
 
 class KilledPart(NamedTuple):
-    """What clients and the machine see of a killed process."""
+    """Times after which a killed process shows to clients and on the machine."""
 
     errors_s: float
     """Seconds after which the last of the clients had an error."""
