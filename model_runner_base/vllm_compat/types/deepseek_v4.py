@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +18,17 @@ OF_HOST = "vllm.models.deepseek_v4.cpu.model"
 """Module of the class whose decoder layers are plain, but for attention."""
 
 
-class _NoEvent:
-    """Placeholder for an event of a GPU's streams."""
+class _WithoutEvents:
+    """View of a module, and of the modules in it, whose ``Event`` makes placeholders: not every device has streams."""
+
+    Event = object
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _WithoutEvents(found) if isinstance(found, ModuleType) else found
 
 
 @contextmanager
@@ -30,13 +40,13 @@ def plain_deepseek_v4(vllm_config: VllmConfig) -> Iterator[None]:
     if not is_deepseek_v4(vllm_config.model_config.architecture):
         yield
         return
-    from vllm.models.deepseek_v4 import compressor
+    from vllm.models.deepseek_v4 import attention, compressor
     from vllm.models.deepseek_v4.cpu import model
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(ModelRegistry.models))
         ModelRegistry.register_model(DEEPSEEK_V4, f"{OF_HOST}:{DEEPSEEK_V4}")
-        stack.enter_context(patch.object(torch.cuda, "Event", _NoEvent))
+        stack.enter_context(patch.object(attention, "torch", _WithoutEvents(torch)))
         stack.enter_context(patch.object(model, "DeepseekV4CPUAttention", _attention_class()))
         for module in (compressor, model):
             stack.enter_context(patch.object(module, "current_platform", OnHost(module.current_platform)))
