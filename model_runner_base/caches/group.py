@@ -5,6 +5,7 @@ what tensors its layers keep outside of the KV cache (``own_tensors``). caches/f
 may have several of them side by side:
 
 - ``caches/paged.py`` plans attention in plain torch, and serves layers that see the keys that an indexer chose;
+- ``caches/compressed.py`` serves layers that compress tokens to entries;
 - ``caches/decode_context.py`` serves ranks that keep a part of each request's positions;
 - ``caches/contiguous.py`` reads whole lines of a contiguous cache;
 - ``caches/scratch.py`` serves layers that keep nothing for a later step;
