@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import nn
-from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 
 from model_runner_base.errors import UnsupportedConfigError
@@ -27,6 +26,9 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     draft: Any
     if config is None or method in HOST_METHODS:
         return
+    # This import takes three CPU seconds (all of Inductor on some releases), so engines without a draft model skip it.
+    from vllm.compilation.backends import set_model_tag
+
     if method == "draft_model":
         with set_model_tag(ATTRIBUTE):
             draft = get_model(_config_of_draft(vllm_config), prefix=ATTRIBUTE)

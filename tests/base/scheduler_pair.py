@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from scheduler_setting import VOCAB_SIZE, Asked, AsyncTurns, EagerAsyncRows, EagerRows, Setting, SyncTurns, make
 from scheduler_state import asked, caches_of, same, state_of, told
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,6 +20,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from model_runner_base.scheduling.rows.row_request import RowRequest
+
+
+NUM_ADAPTERS = 5
+"""Number of adapters that requests ask for, "none" among them."""
 
 
 @dataclass
@@ -121,6 +126,9 @@ class Pair:
             "priority": draw.randrange(3),
             "client_index": draw.randrange(habits.num_clients),
         }
+        if self.setting.max_loras:
+            adapter = draw.randrange(NUM_ADAPTERS)
+            options["lora_request"] = LoRARequest(f"adapter {adapter}", adapter, "-") if adapter else None
         is_structured = draw.random() < habits.structured
         is_session = not is_structured and draw.random() < habits.sessions
         for _ in range(draw.randint(2, 4) if draw.random() < habits.n and not is_session else 1):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from conftest import BUNDLED_MODEL
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
@@ -54,6 +54,8 @@ class Setting:
     """Whether the model has recurrent layers, too, and so a second group."""
     connector: tuple[str, ...] | None = None
     """Options of a ``NotingConnector`` that are on, or of a ``QuietConnector``; None: there is no connector."""
+    max_loras: int = 0
+    """Number of adapters that a step may have; 0: requests have no adapters."""
     load_failures: str = "recompute"
     """The policy for blocks that a connector does not load."""
 
@@ -74,6 +76,8 @@ def config_of(setting: Setting) -> VllmConfig:
         long_prefill_token_threshold=setting.long_prefill_token_threshold,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = setting.num_blocks
+    if setting.max_loras:
+        config.lora_config = LoRAConfig(max_loras=setting.max_loras)
     if setting.connector is not None:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="QuietConnector" if "quiet" in setting.connector else "NotingConnector",

@@ -46,6 +46,7 @@ SETTINGS = st.builds(
     include_finished_set=st.booleans(),
     depth=st.sampled_from([2, 2, 3]),
     is_second_contract=st.sampled_from([False, DROPS_STALE_OUTPUTS]),
+    max_loras=st.sampled_from([0, 0, 1, 3]),
 )
 HABITS = some_habits(
     logprobs=st.sampled_from([0, 0.3]),
@@ -77,6 +78,13 @@ def test_rows_of_models_with_states(is_async: bool) -> None:
     pair = Pair(setting, Habits(0.5, sessions=0), seed=1).run(300, 0.1)
     assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
     assert pair.num_preempted
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_of_requests_with_adapters(is_async: bool) -> None:
+    """Requests have rows while a step may have all adapters that are asked for."""
+    pair = Pair(Setting(is_async, max_loras=4, num_blocks=45), Habits(0.5, sessions=0), seed=1).run(300, 0.1)
+    assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
 
 
 class RowsAlone(RowSteps, AsyncScheduler):
@@ -153,6 +161,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "rows move under a step": (ScheduledRows, "update", _unmoved),
     "an output loses its place": (row_steps, "merge", _misplaced),
     "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, their_places: []),
+    "adapters of requests in rows are not counted": (RowSteps, "_may_skip_adapters", lambda self: False),
     "others are scheduled into the rows' share": (
         RowSteps,
         "_schedule_others",
@@ -178,6 +187,7 @@ def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     num_blocks=(50, 300)[seed % 2],
                     max_num_batched_tokens=(24, 48)[seed % 3 == 0],
                     long_prefill_token_threshold=(0, 10)[seed % 2],
+                    max_loras=2,
                 ),
                 Habits(structured=0.1, forced_resets=0.01, aborts=0.05, longest_output=150),
                 seed,
@@ -319,7 +329,6 @@ def test_a_method_of_the_users_is_not_passed_over() -> None:
         ("enable_kv_cache_events", True),
         ("kv_metrics_collector", SimpleNamespace()),
         ("perf_metrics", SimpleNamespace()),
-        ("lora_config", SimpleNamespace()),
         ("num_lookahead_tokens", 1),
         ("is_encoder_decoder", True),
         ("use_pp", True),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -35,6 +36,7 @@ from model_runner_base.scheduling.releases import (
     show_blocks,
     show_to_connector,
     take_preempted,
+    waiting_requests,
 )
 from model_runner_base.scheduling.rows.outputs import Batch, RowEvents, merge, plain_outputs
 from model_runner_base.scheduling.rows.row_request import RowRequest
@@ -115,7 +117,7 @@ class RowSteps(StepHooks):
         """Rows that have an event in this step, such as a new block; None if vLLM must schedule all requests."""
         if self._steps and not self._is_async:
             return None  # The output of the last step has not been read yet, and its tokens are this step's input.
-        if is_paused(self):
+        if is_paused(self) or (self.lora_config is not None and self._may_skip_adapters()):
             return None
         # The first contract sends all tokens of a request that the last step did not have.
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
@@ -134,6 +136,17 @@ class RowSteps(StepHooks):
             if num_others and num_free < budget // rows.block_size + num_others:
                 return None
         return events
+
+    def _may_skip_adapters(self) -> bool:
+        """Whether vLLM may skip a waiting request because the step already has ``max_loras`` other adapters.
+
+        vLLM counts the adapters of all requests of a step, but sees none of those in rows.
+        """
+        waiting = waiting_requests(self)
+        if not waiting:
+            return False
+        adapters = {each.lora_request.lora_int_id for each in chain(self.running, waiting) if each.lora_request}
+        return len(adapters) > self.lora_config.max_loras
 
     def _schedule_rows(self, rows: ScheduledRows, events: RowEvents) -> SchedulerOutput:
         batch, before = rows.batch(), self.prev_step_scheduled_req_ids

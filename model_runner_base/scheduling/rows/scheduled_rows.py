@@ -63,7 +63,7 @@ class ScheduledRows(RequestArrays):
         params, req_id = request.sampling_params, request.request_id
         if type(request) is not Request or request.status != RequestStatus.RUNNING or params is None:
             return False
-        if request.pooling_params is not None or request.mm_features or request.lora_request is not None:
+        if request.pooling_params is not None or request.mm_features:
             return False
         if request.trace_headers is not None or request.stop_reason is not None or request.events:
             return False

@@ -32,7 +32,6 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "KV events": scheduler.enable_kv_cache_events,
         "metrics of cache blocks": scheduler.kv_metrics_collector is not None,
         "metrics of model FLOPs": scheduler.perf_metrics is not None,
-        "adapters": scheduler.lora_config is not None,
         "speculative decoding": config.speculative_config is not None or scheduler.num_lookahead_tokens > 0,
         "an encoder-decoder model": scheduler.is_encoder_decoder,
         "pipeline stages": scheduler.use_pp,
