@@ -21,7 +21,6 @@ from vllm.v1.request import RequestStatus
 
 from model_runner_base.scheduling.rows.row_request import RowRequest
 
-
 NUM_ADAPTERS = 5
 """Number of adapters that requests ask for, "none" among them."""
 

@@ -14,7 +14,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from benchmarks.harness.releases import new_request, one_cache
@@ -31,6 +31,12 @@ VOCAB_SIZE = 40
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 init_none_hash(sha256)
+
+
+def window_spec(window: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Setting:
     """Whether the model has recurrent layers, too, and so a second group."""
     connector: tuple[str, ...] | None = None
     """Options of a ``NotingConnector`` that are on, or of a ``QuietConnector``; None: there is no connector."""
+    windows: tuple[int, ...] = ()
+    """Windows of further groups, in tokens."""
     max_loras: int = 0
     """Number of adapters that a step may have; 0: requests have no adapters."""
     load_failures: str = "recompute"
@@ -155,6 +163,8 @@ def make(cls: type[Scheduler], setting: Setting) -> Any:
     config = config_of(setting)
     layers = [f"layer {index}" for index in range(2)]
     caches = one_cache(layers, SPEC, setting.num_blocks)
+    for index, window in enumerate(setting.windows):
+        caches.kv_cache_groups.append(KVCacheGroupSpec([f"window {index}"], window_spec(window)))
     if setting.has_states:
         caches.kv_cache_groups.append(KVCacheGroupSpec([GROUP], state_spec(MAX_MODEL_LEN, setting.max_num_seqs)))
     scheduler = cls(

@@ -87,12 +87,14 @@ def state_of(request: Request) -> dict[str, Any]:
 
 
 def caches_of(scheduler: Any) -> dict[str, Any]:
-    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     pool = scheduler.kv_cache_manager.block_pool
     cached = pool.cached_block_hash_to_block._cache
     return {
-        "tables": {req_id: ids(blocks) for req_id, blocks in manager.req_to_blocks.items() if blocks},
-        "cached of each": manager.num_cached_block,
+        "tables": [
+            {req_id: ids(blocks) for req_id, blocks in each.req_to_blocks.items() if blocks} for each in managers
+        ],
+        "cached of each": [each.num_cached_block for each in managers],
         "free": ids(pool.free_block_queue.get_all_free_blocks()),
         "number free": pool.get_num_free_blocks(),
         "blocks": [(block.ref_cnt, block.block_hash, block.is_null) for block in pool.blocks],

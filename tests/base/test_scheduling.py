@@ -47,6 +47,7 @@ SETTINGS = st.builds(
     depth=st.sampled_from([2, 2, 3]),
     is_second_contract=st.sampled_from([False, DROPS_STALE_OUTPUTS]),
     max_loras=st.sampled_from([0, 0, 1, 3]),
+    windows=st.sampled_from([(), (), (40,), (17, 64), (1,)]),
 )
 HABITS = some_habits(
     logprobs=st.sampled_from([0, 0.3]),
@@ -76,6 +77,16 @@ def test_rows_of_models_with_states(is_async: bool) -> None:
     """A second group, of states, changes nothing: requests have rows, and each state that one holds."""
     setting = Setting(is_async, caching=False, num_blocks=45, has_states=True)
     pair = Pair(setting, Habits(0.5, sessions=0), seed=1).run(300, 0.1)
+    assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
+    assert pair.num_preempted
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_of_models_with_windows(is_async: bool, caching: bool) -> None:
+    """Requests have rows, and give up the blocks that leave each window when vLLM's do."""
+    setting = Setting(is_async, caching, num_blocks=150, windows=(40, 64))
+    pair = Pair(setting, Habits(0.5, sessions=0, longest_output=150), seed=1).run(300, 0.1)
     assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
     assert pair.num_preempted
 
@@ -143,12 +154,27 @@ def _misplaced(batch: Any, outputs: list[Any], their_places: list[int], theirs: 
     return _MERGE(batch, outputs, [], theirs)
 
 
+def _freed_late(self: ScheduledRows, row: int) -> None:
+    """Frees what has left the first window alone."""
+    whole, self._windows = self._windows, self._windows[:1]
+    _FREE_LEFT(self, row)
+    self._windows = whole
+
+
+def _freed_early(self: ScheduledRows, row: int) -> None:
+    self.known[row] += 2
+    self.computed[row] += 2
+    _FREE_LEFT(self, row)
+    self.known[row] -= 2
+    self.computed[row] -= 2
+
+
 def _unmoved(self: ScheduledRows, running: Any, before: Any, in_flight: Any) -> None:
     _UPDATE(self, running, before, [])
 
 
 _IS_THEIRS, _GROW, _UPDATE = ScheduledRows._is_theirs, ScheduledRows.grow, ScheduledRows.update
-_MERGE = row_steps.merge
+_MERGE, _FREE_LEFT = row_steps.merge, ScheduledRows._free_left
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a stop token is not seen": (ScheduledRows, "_is_theirs", _without_stops),
     "an aborted request gets a token": (ScheduledRows, "_is_theirs", _with_loose_rows),
@@ -156,12 +182,14 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a step too many is scheduled": (ScheduledRows, "_is_at_end", lambda self, rows: np.zeros(len(rows), bool)),
     "full blocks are not cached": (ScheduledRows, "grow", _uncached),
     "blocks are given in another order": (ScheduledRows, "grow", _backwards),
+    "blocks of a window are kept": (ScheduledRows, "_free_left", _freed_late),
+    "blocks leave a window early": (ScheduledRows, "_free_left", _freed_early),
     "a full block is not hashed": (ScheduledRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
     "readers find what was": (ScheduledRows, "bring_up_to_date", lambda self, request: None),
     "rows move under a step": (ScheduledRows, "update", _unmoved),
     "an output loses its place": (row_steps, "merge", _misplaced),
     "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, their_places: []),
-    "adapters of requests in rows are not counted": (RowSteps, "_may_skip_adapters", lambda self: False),
+    "adapters of requests in rows are not counted": (RowSteps, "_may_skip_adapters", lambda self, max_loras: False),
     "others are scheduled into the rows' share": (
         RowSteps,
         "_schedule_others",
@@ -184,10 +212,11 @@ def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 Setting(
                     is_async=seed % 4 != 0,
                     policy=("fcfs", "priority")[seed % 3 == 2],
-                    num_blocks=(50, 300)[seed % 2],
+                    num_blocks=(50, 300)[seed % 2] * (1 + seed % 3),
                     max_num_batched_tokens=(24, 48)[seed % 3 == 0],
                     long_prefill_token_threshold=(0, 10)[seed % 2],
                     max_loras=2,
+                    windows=(40, 20)[: seed % 3],
                 ),
                 Habits(structured=0.1, forced_resets=0.01, aborts=0.05, longest_output=150),
                 seed,

@@ -45,10 +45,11 @@ class Batch:
 
 
 class RowEvents:
-    """Rows with an event in a step; of these, the rows that enter a block, and those whose block is to be cached."""
+    """Rows with an event in a step; of these, the rows that enter a block, those whose block is to be cached, and those
+    with a block that may have left a window."""
 
-    def __init__(self, rows: np.ndarray, entering: np.ndarray, caching: np.ndarray) -> None:
-        self.rows, self.entering, self.caching = rows, entering, caching
+    def __init__(self, rows: np.ndarray, entering: np.ndarray, caching: np.ndarray, leaving: np.ndarray) -> None:
+        self.rows, self.entering, self.caching, self.leaving = rows, entering, caching, leaving
 
 
 _FIELDS = EngineCoreOutput.__struct_fields__

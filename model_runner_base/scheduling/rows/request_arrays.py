@@ -14,6 +14,7 @@ FIELDS = (
     "next_block",  # computed tokens at which a cache block must be added
     "next_cached",  # known tokens at which another block enters the prefix cache
     "next_full",  # known tokens at which another block can be hashed
+    "next_left",  # computed tokens at which another block may leave a window
     "last",  # computed tokens from which on vLLM may schedule no further step
     "next_event",  # computed tokens at which a step may have an event for the row
     "next_output",  # known tokens at which an output may have an event for the row
@@ -41,6 +42,7 @@ class RequestArrays:
     next_block: np.ndarray
     next_cached: np.ndarray
     next_full: np.ndarray
+    next_left: np.ndarray
     last: np.ndarray
     next_event: np.ndarray
     next_output: np.ndarray

@@ -40,7 +40,7 @@ from model_runner_base.scheduling.releases import (
 )
 from model_runner_base.scheduling.rows.outputs import Batch, RowEvents, merge, plain_outputs
 from model_runner_base.scheduling.rows.row_request import RowRequest
-from model_runner_base.scheduling.rows.scheduled_rows import ScheduledRows
+from model_runner_base.scheduling.rows.scheduled_rows import BlockIds, ScheduledRows
 from model_runner_base.scheduling.rows.support import unsupported_reason
 from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
@@ -86,8 +86,6 @@ class RowSteps(StepHooks):
             return
         manager = self.kv_cache_manager
         self._asks_connector = self.connector is not None and is_asked_each_step(self.connector)
-        self._unchanged: tuple[list[int], ...] = ([],) * (len(manager.coordinator.single_type_managers) - 1)
-        """New blocks of the groups after the first: none."""
         self._rows = ScheduledRows(manager, self.max_model_len, self._is_async)
         if self.connector is not None:
             build_meta = self.connector.build_connector_meta
@@ -117,7 +115,7 @@ class RowSteps(StepHooks):
         """Rows that have an event in this step, such as a new block; None if vLLM must schedule all requests."""
         if self._steps and not self._is_async:
             return None  # The output of the last step has not been read yet, and its tokens are this step's input.
-        if is_paused(self) or (self.lora_config is not None and self._may_skip_adapters()):
+        if is_paused(self) or (self.lora_config is not None and self._may_skip_adapters(self.lora_config.max_loras)):
             return None
         # The first contract sends all tokens of a request that the last step did not have.
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
@@ -127,7 +125,7 @@ class RowSteps(StepHooks):
         if events is None:
             return None
         budget = self.max_num_scheduled_tokens - len(rows.batch().req_ids)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks() - len(events.entering)
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks() - rows.num_growing * len(events.entering)
         if budget < 0 or num_free < 0:
             return None
         if self.policy == SchedulingPolicy.PRIORITY:
@@ -137,7 +135,7 @@ class RowSteps(StepHooks):
                 return None
         return events
 
-    def _may_skip_adapters(self) -> bool:
+    def _may_skip_adapters(self, max_loras: int) -> bool:
         """Whether vLLM may skip a waiting request because the step already has ``max_loras`` other adapters.
 
         vLLM counts the adapters of all requests of a step, but sees none of those in rows.
@@ -146,7 +144,7 @@ class RowSteps(StepHooks):
         if not waiting:
             return False
         adapters = {each.lora_request.lora_int_id for each in chain(self.running, waiting) if each.lora_request}
-        return len(adapters) > self.lora_config.max_loras
+        return len(adapters) > max_loras
 
     def _schedule_rows(self, rows: ScheduledRows, events: RowEvents) -> SchedulerOutput:
         batch, before = rows.batch(), self.prev_step_scheduled_req_ids
@@ -206,7 +204,7 @@ class RowSteps(StepHooks):
             join(output)
 
     def _add_rows(
-        self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
+        self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[BlockIds], output: SchedulerOutput
     ) -> None:
         """Adds the batch to ``output``, in front of the requests that vLLM has scheduled."""
         self._others = output.num_scheduled_tokens
@@ -214,11 +212,11 @@ class RowSteps(StepHooks):
         if not batch.req_ids:
             return
         at: Any = slice(None) if batch.rows is None else batch.rows
-        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(batch.req_ids)
+        new_blocks: list[BlockIds | None] = [None] * len(batch.req_ids)
         if block_ids:
             places = events.entering if batch.rows is None else batch.rows.searchsorted(events.entering)
-            for place, block_id in zip(places.tolist(), block_ids, strict=True):
-                new_blocks[place] = ([block_id], *self._unchanged)
+            for place, ids in zip(places.tolist(), block_ids, strict=True):
+                new_blocks[place] = ids
         computed = rows.computed[at]
         cached = output.scheduled_cached_reqs
         output.scheduled_cached_reqs = CachedRequestData(

@@ -5,12 +5,25 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.releases import count_step, is_plain_decode, num_in_flight, stop_tokens
+from model_runner_base.scheduling.releases import (
+    FREES_BY_TOKENS_READ,
+    count_step,
+    is_plain_decode,
+    num_in_flight,
+    stop_tokens,
+)
 from model_runner_base.scheduling.rows.outputs import Batch, RowEvents
 from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, RequestArrays
 from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.state_group import StateManager
+
+BlockIds = tuple[list[int], ...]
+"""New blocks of a request, by group."""
+FAR = 1 << 40
+"""Number of tokens beyond any window."""
 
 
 class ScheduledRows(RequestArrays):
@@ -24,8 +37,14 @@ class ScheduledRows(RequestArrays):
         self.req_ids: list[str] = []
         self.loose: set[int] = set()
         self._manager, self._pool = manager, manager.block_pool
-        self._attention = manager.coordinator.single_type_managers[0]
-        """Manager of the group with attention, the only one whose blocks grow."""
+        groups = manager.coordinator.single_type_managers
+        self._growing = [each for each in groups if not isinstance(each, StateManager)]
+        """Managers of groups with attention, whose blocks grow; those of recurrent layers have none that do."""
+        self.num_growing = len(self._growing)
+        self._unchanged: BlockIds = ([],) * (len(groups) - self.num_growing)
+        """New blocks of the groups of recurrent layers, the last ones: none."""
+        self._windows = [each for each in self._growing if isinstance(each, SlidingWindowManager)]
+        self._attention = self._growing[0]
         self.block_size = self._attention.block_size
         self._max_model_len = max_model_len
         self._has_placeholders = has_placeholders
@@ -76,8 +95,10 @@ class ScheduledRows(RequestArrays):
             return False
         if computed + 2 >= self._max_model_len or (placeholders and not self._has_placeholders):
             return False
-        blocks = self._attention.req_to_blocks.get(req_id, ())
-        if len(blocks) != -(-computed // self.block_size):
+        num_blocks = -(-computed // self.block_size)
+        if any(len(each.req_to_blocks.get(req_id, ())) != num_blocks for each in self._growing):
+            return False
+        if self._attention.enable_caching and len({each.num_cached_block.get(req_id) for each in self._growing}) > 1:
             return False
         stops = stop_tokens(request)
         return len(stops) <= MAX_STOPS and all(-NEVER < token < NEVER for token in stops)
@@ -121,6 +142,7 @@ class ScheduledRows(RequestArrays):
         next_cached = NEVER
         if self._attention.enable_caching:
             next_cached = (self._attention.num_cached_block.get(request.request_id, 0) + 1) * size
+        next_left = 0 if self._windows else NEVER  # The first step with the row finds out.
         self._numbers[:, row] = (
             computed,
             known,
@@ -129,8 +151,9 @@ class ScheduledRows(RequestArrays):
             next_block,
             next_cached,
             next_full,
+            next_left,
             last,
-            min(next_block, next_cached - 1, last),
+            min(next_block, next_cached - 1, next_left, last),
             min(next_full, next_cached + 1, cap),
             length,
             cap,
@@ -220,7 +243,7 @@ class ScheduledRows(RequestArrays):
         """Events of the next step; None if a request that was at its end is no longer there."""
         rows = (self.computed >= self.next_event).nonzero()[0]
         if not len(rows):
-            return RowEvents(rows, rows, rows)
+            return RowEvents(rows, rows, rows, rows)
         computed = self.computed[rows]
         at_end = rows[computed >= self.last[rows]]
         if len(at_end):
@@ -234,7 +257,8 @@ class ScheduledRows(RequestArrays):
             computed = self.computed[rows]
         entering = rows[computed >= self.next_block[rows]]
         caching = rows[self.known[rows] >= self.next_cached[rows]]
-        return RowEvents(rows, entering, caching)
+        leaving = rows[computed >= self.next_left[rows]] if self._windows else rows[:0]
+        return RowEvents(rows, entering, caching, leaving)
 
     def _is_at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether vLLM schedules no further step for each row, because the token in flight is the last."""
@@ -248,18 +272,13 @@ class ScheduledRows(RequestArrays):
             self._batch = Batch(self, np.flatnonzero(self.idle == 0) if self.idle.any() else None)
         return self._batch
 
-    def grow(self, events: RowEvents) -> list[int]:
+    def grow(self, events: RowEvents) -> list[BlockIds]:
         """Gives blocks to the rows that enter one, in order, and returns their ids; caches the blocks that are due."""
         if not len(events.rows):
             return []
-        size, ids = self.block_size, []
-        if len(events.entering):
-            for row, block in zip(
-                events.entering.tolist(), self._pool.get_new_blocks(len(events.entering)), strict=True
-            ):
-                self._attention.req_to_blocks[self.req_ids[row]].append(block)
-                ids.append(block.block_id)
-            self.next_block[events.entering] += size
+        size = self.block_size
+        ids = self._grow_groups(events) if self._windows or self.num_growing > 1 else self._grow_one_group(events)
+        self.next_block[events.entering] += size
         if len(events.caching):
             known = self.known[events.caching]
             for row, num_tokens in zip(events.caching.tolist(), known.tolist(), strict=True):
@@ -267,9 +286,44 @@ class ScheduledRows(RequestArrays):
             self.next_cached[events.caching] = (known // size + 1) * size
         rows = events.rows
         self.next_event[rows] = np.minimum(
-            np.minimum(self.next_block[rows], self.next_cached[rows] - 1), self.last[rows]
+            np.minimum(self.next_block[rows], self.next_cached[rows] - 1),
+            np.minimum(self.next_left[rows], self.last[rows]),
         )
         return ids
+
+    def _grow_one_group(self, events: RowEvents) -> list[BlockIds]:
+        ids: list[BlockIds] = []
+        blocks = self._pool.get_new_blocks(len(events.entering))
+        for row, block in zip(events.entering.tolist(), blocks, strict=True):
+            self._attention.req_to_blocks[self.req_ids[row]].append(block)
+            ids.append(([block.block_id], *self._unchanged))
+        return ids
+
+    def _grow_groups(self, events: RowEvents) -> list[BlockIds]:
+        """Frees blocks that have left a window and gives new ones row by row, because free blocks have an order."""
+        ids: list[BlockIds] = []
+        entering, leaving = set(events.entering.tolist()), set(events.leaving.tolist())
+        for row in sorted(entering | leaving):
+            if row in leaving:
+                self._free_left(row)
+            if row in entering:
+                blocks = self._pool.get_new_blocks(self.num_growing)
+                for manager, block in zip(self._growing, blocks, strict=True):
+                    manager.req_to_blocks[self.req_ids[row]].append(block)
+                ids.append((*([block.block_id] for block in blocks), *self._unchanged))
+        return ids
+
+    def _free_left(self, row: int) -> None:
+        """Frees the blocks of a row that have left their windows, and notes when the next one may."""
+        # Tokens whose blocks may go: those that are computed, less those in flight where vLLM waits for these.
+        done = int(self.known[row] - self.in_flight[row] if FREES_BY_TOKENS_READ else self.computed[row])
+        next_left = NEVER
+        for manager in self._windows:
+            manager.remove_skipped_blocks(self.req_ids[row], done)
+            num_left = manager.get_num_skipped_tokens(done) // self.block_size
+            before = FAR - manager.get_num_skipped_tokens(FAR)  # Tokens that a window keeps.
+            next_left = min(next_left, (num_left + 1) * self.block_size + before)
+        self.next_left[row] = next_left
 
     def advance(self, batch: Batch, step: int) -> None:
         """Counts a step that has been scheduled; ``step`` is its number, or 0 where vLLM does not number steps."""

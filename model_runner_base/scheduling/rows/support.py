@@ -1,10 +1,14 @@
 """Decides which schedulers may keep requests in rows."""
 
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from model_runner_base.scheduling.releases import unserved_features
 from model_runner_base.scheduling.state_group import StateManager
@@ -24,7 +28,9 @@ HOOKS = (
 def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
     """Name of a feature of the scheduler that rows do not support; None if they support all."""
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
-    kinds = [type(each) for each in manager.coordinator.single_type_managers]
+    groups = manager.coordinator.single_type_managers
+    kinds = {type(each) for each in groups}
+    attention = [each for each in groups if type(each) is not StateManager]
     reasons = {
         # As OffloadingConnector does in each step; each number that is read is brought up to date.
         "a KV connector that reads all requests": type(scheduler.connector).__module__.startswith("vllm."),
@@ -37,16 +43,21 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "pipeline stages": scheduler.use_pp,
         "context parallelism": scheduler.dcp_world_size * scheduler.pcp_world_size > 1,
         "a cache manager of its own": type(manager) is not KVCacheManager
-        or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
-        # A state of recurrent layers never grows.
-        "layers other than one group with full attention": [kind for kind in kinds if kind is not StateManager]
-        != [FullAttentionManager],
+        or type(manager.coordinator)
+        not in (HybridKVCacheCoordinator, UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
+        "layers of other kinds than full attention and sliding windows": kinds
+        - {FullAttentionManager, SlidingWindowManager, StateManager},
+        # A state of recurrent layers never grows, unless it is kept for prefixes.
+        "prefixes of recurrent layers": StateManager in kinds and type(manager.coordinator) is HybridKVCacheCoordinator,
+        "recurrent layers in a model with several groups of attention": StateManager in kinds and len(attention) != 1,
+        "a KV connector in a model with sliding windows": scheduler.connector is not None
+        and (len(attention) > 1 or SlidingWindowManager in kinds),
         "a method of its own": _has_own_hooks(type(scheduler), mixin),
     } | unserved_features(scheduler, is_ours=StateManager in kinds)
     for reason, holds in reasons.items():
         if holds:
             return reason
-    if manager.coordinator.single_type_managers[0].block_size != scheduler.block_size:
+    if any(each.block_size != scheduler.block_size for each in attention):
         return "blocks that are hashed in parts"
     return None
 
