@@ -31,6 +31,8 @@ CONTEXTS = (2000, 4000, 8000, 16000, 32000)
 NUM_REQUESTS = 2
 HEADROOM = 64
 BLOCK_SIZE = 128
+SPARE = 4
+"""Blocks for each one that the requests have in one group: vLLM plans further groups of DeepSeek V4."""
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 1024,
@@ -179,7 +181,7 @@ def measure(
     """Least times of a decode step and its parts, by side and context."""
     longest = max(contexts) + HEADROOM
     longest += -longest % BLOCK_SIZE
-    options: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": 2048}
+    options: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": 64}
     # Nothing is compiled; without torch_xla the platform asks for a backend by name.
     options |= {"enforce_eager": True, "additional_config": {"neuron_config": {"compile_backend": "aot_eager"}}}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in configs}
@@ -188,7 +190,7 @@ def measure(
         for name, config in configs.items():
             model = stack.enter_context(saved(config, longest))
             made = stack.enter_context(
-                worker(EagerWorker, NUM_REQUESTS * longest, {}, block_size=BLOCK_SIZE, model=model, **options)
+                worker(EagerWorker, SPARE * NUM_REQUESTS * longest, {}, block_size=BLOCK_SIZE, model=model, **options)
             )
             parts = Parts()
             parts.watch_model(made.model_runner.model)  # type: ignore[attr-defined]

@@ -26,11 +26,18 @@ class Batch:
         self.lengths = np.array(lengths)
         self.req_ids = [f"{id(self)}-{index}" for index in range(len(lengths))]
         self._is_admitted = False
-        self._block_size: int = worker.cache_config.block_size  # type: ignore[assignment]
-        num_blocks = -(-(self.lengths + headroom) // self._block_size)
+        tables = worker.model_runner.parts.block_tables  # type: ignore[attr-defined]
+        self._sizes = [table.block_size * table.blocks_per_kv_block for table in tables]
         available = worker.cache_config.num_gpu_blocks - 1  # type: ignore[operator]
-        blocks = np.random.default_rng(0).permutation(available)[: num_blocks.sum()] + 1
-        self._blocks = [ids.tolist() for ids in np.split(blocks, np.cumsum(num_blocks)[:-1])]
+        ids = np.random.default_rng(0).permutation(available) + 1
+        self._blocks: list[list[list[int]]] = [[] for _ in lengths]
+        """Blocks of each request, in each group."""
+        for size in self._sizes:
+            # Groups share blocks of the pool: what is read there is no matter.
+            num_blocks = -(-(self.lengths + headroom) // size)
+            of_group = np.split(np.resize(ids, num_blocks.sum()), np.cumsum(num_blocks)[:-1])
+            for blocks, more in zip(self._blocks, of_group, strict=True):
+                blocks.append(more.tolist())
 
     def schedule(self) -> SchedulerOutput:
         """The step that admits the requests, and then steps that decode one more token of each."""
@@ -43,25 +50,27 @@ class Batch:
         """Ignores the tokens."""
 
     def leave(self) -> None:
-        self.worker.execute_model(HandMadeStep().scheduler_output({}, set(self.req_ids), set(), num_groups=1))
+        self.worker.execute_model(HandMadeStep().scheduler_output({}, set(self.req_ids), set(), len(self._sizes)))
 
     def _first(self) -> SchedulerOutput:
         """The step that admits the requests. All tokens but the last are in the cache already."""
         params = SamplingParams(temperature=0, max_tokens=1 << 20)
         step = HandMadeStep()
         for req_id, length, blocks in zip(self.req_ids, self.lengths.tolist(), self._blocks, strict=True):
-            used = blocks[: -(-length // self._block_size)]
-            step.add_new(req_id, [5] * length, params, [used], length - 1)
-        return step.scheduler_output(dict.fromkeys(self.req_ids, 1), set(), set(), num_groups=1)
+            used = [ids[: -(-length // size)] for ids, size in zip(blocks, self._sizes, strict=True)]
+            step.add_new(req_id, [5] * length, params, used, length - 1)
+        return step.scheduler_output(dict.fromkeys(self.req_ids, 1), set(), set(), num_groups=len(self._sizes))
 
     def _next(self) -> SchedulerOutput:
         """The step that decodes one more token of each request; a request that enters a new block gets that block."""
         self.lengths += 1
-        step, size = HandMadeStep(), self._block_size
+        step = HandMadeStep()
         for req_id, computed, blocks in zip(self.req_ids, (self.lengths - 1).tolist(), self._blocks, strict=True):
-            new_blocks = ([blocks[computed // size]],) if computed % size == 0 else None
-            step.continued.append(Continued(req_id, False, None, new_blocks, computed, num_output_tokens=1))
-        return step.scheduler_output(dict.fromkeys(self.req_ids, 1), set(), set(), num_groups=1)
+            of_groups = zip(blocks, self._sizes, strict=True)
+            new_blocks = tuple([ids[computed // size]] if computed % size == 0 else [] for ids, size in of_groups)
+            given = new_blocks if any(new_blocks) else None
+            step.continued.append(Continued(req_id, False, None, given, computed, num_output_tokens=1))
+        return step.scheduler_output(dict.fromkeys(self.req_ids, 1), set(), set(), num_groups=len(self._sizes))
 
 
 class Graph(NamedTuple):

@@ -84,6 +84,8 @@ class KeyTable:
     last: torch.Tensor
     """[NT, Q] last position that each query sees; ``NEVER`` if it is no token."""
     plan: PairPlan
+    first_block: torch.Tensor | None = None
+    """[NT, 1] number of the first block of positions in ``blocks``; None: 0 for all."""
 
     @classmethod
     def of(cls, plan: PairPlan, num_tiles: int, max_model_len: int) -> "KeyTable":
@@ -101,12 +103,35 @@ class KeyTable:
         last = torch.where(first < 0, NEVER, plan.last[pair_at[:, 0]])
         return cls(plan.pair_blocks[pair_at].flatten(1), last, plan)
 
+    @classmethod
+    def of_window(cls, plan: PairPlan, num_tiles: int, window: int) -> "KeyTable":
+        """Makes the table of a plan whose queries see ``window`` positions, themselves among them: of these alone."""
+        assert plan.pair_start is not None and plan.pair_blocks is not None
+        num_pairs, num_queries, device = *plan.last.shape, plan.pair_tile.device
+        is_pair = plan.pair_start < FAR
+        # All pairs of a tile say the same.
+        tile = torch.where(is_pair, plan.pair_tile, num_tiles)
+        last = torch.full((num_tiles + 1, num_queries), NEVER, dtype=torch.int32, device=device)
+        last = last.index_put((tile,), plan.last + plan.pair_start.unsqueeze(1))[:-1]
+        last = torch.where(last >= 0, last, NEVER)
+        first_tile = (last[:, 0] - (window - 1)).clamp(min=0) // plan.kv_tile
+        width = (num_queries + window - 2) // plan.kv_tile + 2
+        index = plan.pair_start // plan.kv_tile - first_tile[plan.pair_tile]
+        place = torch.where(is_pair & (index >= 0) & (index < width), plan.pair_tile * width + index, num_tiles * width)
+        pair_at = torch.zeros(num_tiles * width + 1, dtype=torch.int32, device=device)
+        pair_at = pair_at.index_put((place,), torch.arange(num_pairs, dtype=torch.int32, device=device))
+        blocks = plan.pair_blocks[pair_at[:-1].view(num_tiles, width)].flatten(1)
+        return cls(blocks, last, plan, first_tile.unsqueeze(1) * (plan.kv_tile // plan.block_size))
+
     def entries(self, positions: torch.Tensor) -> torch.Tensor:
         """Entries of the cache that hold the keys at ``positions`` [NT, X] of each tile's request; arbitrary ones for
-        positions after the table's, which no token sees. A table may have fewer than are chosen, where vLLM has lowered
-        ``max_model_len`` to what fits."""
+        positions outside of the table's, which no token sees. A table may have fewer than are chosen, where vLLM has
+        lowered ``max_model_len`` to what fits."""
         size = self.plan.block_size
-        block = (positions // size).clamp(max=self.blocks.shape[1] - 1)
+        block = positions // size
+        if self.first_block is not None:
+            block = (block - self.first_block).clamp(min=0)
+        block = block.clamp(max=self.blocks.shape[1] - 1)
         return self.blocks.gather(1, block.long()) * size + positions % size
 
 

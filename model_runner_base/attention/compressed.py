@@ -10,11 +10,14 @@ the first ones of the r tokens before, and the second ones of its own. The token
 w < (t + 1) // r: all of them, or those that an indexer chose, whose keys are compressed alike. It also sees keys of its
 window. Both are under one softmax, with a sink.
 
-Rows of tokens, entries and the keys of a window are caches on the block table of one group: the entry of a token is at
-the row of the token's place, divided by r. An entry is made in the step of its last token, and again if a step is
-repeated; until then no token sees it.
+Caches of several layers share a page, which is the memory of a block in one of vLLM's layers. All pages have one size,
+and a cache is a slot in each page (``PageSlot``). Entries are in blocks of many tokens, kept for a whole request: the
+entry of a token is at the token's place, divided by r. Keys of a window, and rows, are in blocks of few tokens, which
+are freed as the window moves on. An entry is made in the step of its last token, and again if a step is repeated; until
+then no token sees it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
@@ -36,13 +39,30 @@ ENTRIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class RowsFormat(CacheFormat):
-    """Format of one row of ``head_size`` numbers for each ``tokens_per_row`` tokens, [rows, numbers]."""
-
-    tokens_per_row: int = 1
+class PageFormat(CacheFormat):
+    """Format of pages that caches of several layers share: ``head_size`` numbers of the model's dtype a token."""
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (num_blocks * block_size // self.tokens_per_row, self.head_size)
+        return (num_blocks, block_size, self.head_size)
+
+
+class PageSlot(NamedTuple):
+    """Part of a layer's pages that holds the rows of one cache."""
+
+    size: int
+    """Number of numbers in a row."""
+    dtype: torch.dtype
+    rows_per_block: int
+    """Number of rows in a block."""
+    slots: int
+    """Number of caches that share a page, alike in the fields before."""
+    slot: int
+    """Number of the cache among these."""
+
+    def rows(self, pages: torch.Tensor) -> torch.Tensor:
+        """[rows, size] view of a layer's pages from the cache's first row on. Block b begins at its row
+        ``b * slots * rows_per_block``."""
+        return pages.view(-1).view(self.dtype).view(-1, self.size)[self.slot * self.rows_per_block :]
 
 
 class CompressedBackend(PagedAttentionBackend):
@@ -52,40 +72,97 @@ class CompressedBackend(PagedAttentionBackend):
 
 
 @dataclass
-class CompressedMetadata(AttentionMetadata):
-    """Plans of a step over all tokens, with tables of their places; shared by rows of tokens and by entries.
-
-    What follows from these and a rate alone is made for the first layer that asks, and kept for the others.
-    """
+class SlotTables:
+    """Places of a group's tokens in caches of which so many share a page."""
 
     planned: PagedAttentionMetadata
+    """Plans of the group, whose blocks are those of the caches."""
     rows: KeyTable | None
     """Table of the decode rows; None if there are none."""
     chunks: KeyTable | None
     """The same for tiles of chunks."""
 
-    _windows: dict[tuple[int, bool], list["Windows"]] = field(default_factory=dict)
-    _entries: dict[int, "EntryPlans"] = field(default_factory=dict)
-
     @property
-    def slots(self) -> torch.Tensor:
+    def places(self) -> torch.Tensor:
         """[T] place of each token among all places of the cache."""
         return self.planned.slot_blocks * self.planned.block_size + self.planned.slot_offsets
 
-    def windows(self, rate: int, overlaps: bool) -> list["Windows"]:
-        """Windows of ``rate`` tokens that end in the step, of each table where it is not known that none does."""
-        if (rate, overlaps) not in self._windows:
-            made = [Windows.of(table, rate, overlaps) for table in (self.rows, self.chunks) if table is not None]
-            self._windows[rate, overlaps] = [
+
+@dataclass
+class CompressedMetadata(AttentionMetadata):
+    """Plans of a step over a group's tokens, with tables of their places; shared by the group's layers.
+
+    What follows from these, a rate and slots alone is made for the first layer that asks, and kept for the others.
+    """
+
+    group: int
+    """Number of the group among those of a model's compressed caches."""
+    planned: PagedAttentionMetadata
+    rows: KeyTable | None
+    """Table of the decode rows; None if there are none."""
+    chunks: KeyTable | None
+    """The same for tiles of chunks."""
+    blocks_per_page: int
+    """Number of the plan's blocks that are one of the scheduler's."""
+
+    _tables: dict[int, SlotTables] = field(default_factory=dict)
+    _windows: dict[tuple[int, ...], list["Windows"]] = field(default_factory=dict)
+    _entries: dict[tuple[int, int], "EntryPlans"] = field(default_factory=dict)
+
+    def tables(self, slots: int) -> SlotTables:
+        """Tables and plans for caches of which ``slots`` share a page."""
+        if slots not in self._tables:
+            planned = self.planned
+            rows = self._spread_table(self.rows, planned.decode, slots)
+            chunks = self._spread_table(self.chunks, planned.chunks, slots)
+            moved = PagedAttentionMetadata(
+                self._spread(planned.slot_blocks, slots),
+                planned.slot_offsets,
+                planned.num_decode_tokens,
+                None if rows is None else rows.plan,
+                None if chunks is None else chunks.plan,
+            )
+            self._tables[slots] = SlotTables(moved, rows, chunks)
+        return self._tables[slots]
+
+    def _spread(self, blocks: torch.Tensor, slots: int) -> torch.Tensor:
+        """Blocks counted over pages of ``slots`` caches each, in one of these caches."""
+        count = self.blocks_per_page
+        return blocks if slots == 1 else blocks // count * (count * slots) + blocks % count
+
+    def _spread_table(self, table: KeyTable | None, plan: PairPlan | None, slots: int) -> KeyTable | None:
+        if table is None or plan is None:
+            return None
+        assert plan.pair_blocks is not None
+        plan = replace(plan, pair_blocks=self._spread(plan.pair_blocks, slots))
+        return replace(table, blocks=self._spread(table.blocks, slots), plan=plan)
+
+    def windows(
+        self, slots: int, entries: "CompressedMetadata", entry_slots: int, rate: int, overlaps: bool
+    ) -> list["Windows"]:
+        """Windows of ``rate`` tokens that end in the step, of each table where it is not known that none does.
+
+        ``entries`` is of the group that their entries are written to.
+        """
+        key = slots, entries.group, entry_slots, rate, int(overlaps)
+        if key not in self._windows:
+            own, theirs = self.tables(slots), entries.tables(entry_slots)
+            pairs = (own.rows, theirs.rows), (own.chunks, theirs.chunks)
+            made = [
+                Windows.of(table, to.entries, rate, overlaps)
+                for table, to in pairs
+                if table is not None and to is not None
+            ]
+            self._windows[key] = [
                 each for each in made if not is_read_at_once(each.is_real) or bool(each.is_real.any())
             ]
-        return self._windows[rate, overlaps]
+        return self._windows[key]
 
-    def entries(self, rate: int, max_model_len: int) -> "EntryPlans":
-        """Plans over the entries of ``rate`` tokens."""
-        if rate not in self._entries:
-            self._entries[rate] = EntryPlans.of(self, rate, max_model_len)
-        return self._entries[rate]
+    def entries(self, slots: int, rate: int, max_model_len: int) -> "EntryPlans":
+        """Plans over the entries of ``rate`` tokens, in caches of which ``slots`` share a page."""
+        if (slots, rate) not in self._entries:
+            self._entries[slots, rate] = EntryPlans.of(self.tables(slots), rate, max_model_len)
+        return self._entries[slots, rate]
 
 
 class Windows(NamedTuple):
@@ -103,8 +180,13 @@ class Windows(NamedTuple):
     """[NT, N] row of the entry in its cache; 0, in the null block, if the window is not real."""
 
     @classmethod
-    def of(cls, table: KeyTable, rate: int, overlaps: bool) -> "Windows":
-        """Windows of ``rate`` tokens, preceded by as many more with an overlap."""
+    def of(
+        cls, table: KeyTable, entry_places: Callable[[torch.Tensor], torch.Tensor], rate: int, overlaps: bool
+    ) -> "Windows":
+        """Windows of ``rate`` tokens, preceded by as many more with an overlap.
+
+        ``table`` has the places of rows. ``entry_places`` gives those of positions [NT, N] in the cache of entries.
+        """
         first, last = table.last[:, :1], table.last.amax(dim=1, keepdim=True)
         device, num_windows = first.device, -(-table.last.shape[1] // rate)
         index = torch.arange(num_windows, dtype=torch.int32, device=device)
@@ -115,7 +197,7 @@ class Windows(NamedTuple):
         is_token = (tokens >= 0) & is_real.unsqueeze(2)
         tokens = torch.where(is_token, tokens, 0)
         places = table.entries(tokens.flatten(1)).view_as(tokens)
-        entry = torch.where(is_real, table.entries(position) // rate, 0)
+        entry = torch.where(is_real, entry_places(position) // rate, 0)
         position = torch.where(is_real, position, 0)
         return cls(position, is_real, places, is_token, entry)
 
@@ -249,7 +331,7 @@ class EntryPlans:
     slots: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, step: CompressedMetadata, rate: int, max_model_len: int) -> "EntryPlans":
+    def of(cls, step: SlotTables, rate: int, max_model_len: int) -> "EntryPlans":
         rows, chunks = (
             None if table is None else table_of_entries(table, rate, max_model_len)
             for table in (step.rows, step.chunks)
@@ -263,22 +345,28 @@ class EntryPlans:
         return PagedAttentionMetadata(*self.slots, self.num_rows, *plans)
 
     def chosen(
-        self, chooser: Chooser, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor
+        self,
+        chooser: Chooser,
+        queries: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        of_keys: "EntryPlans",
     ) -> PagedAttentionMetadata:
         """Plans over the entries that an indexer chooses.
 
-        ``queries`` [T, H, D], ``weights`` [T, H] float32, ``keys`` [rows, 1, 1, D].
+        ``queries`` [T, H, D], ``weights`` [T, H] float32, ``keys`` [rows, 1, 1, D]; ``of_keys`` are plans over the
+        indexer's keys, which may be in other blocks.
         """
         plans = self.all()
-        if self.rows is not None:
+        if self.rows is not None and of_keys.rows is not None:
             of_rows = [x[: self.num_rows].view(*self.rows.last.shape, *x.shape[1:]) for x in (queries, weights)]
-            positions = chooser.choose(self.rows, of_rows[0], of_rows[1], keys)
+            positions = chooser.choose(of_keys.rows, of_rows[0], of_rows[1], keys)
             if positions is not None:
                 plans.decode = plan_of_chosen(self.rows, positions)
-        if self.chunks is not None:
+        if self.chunks is not None and of_keys.chunks is not None:
             assert plans.chunks is not None
             of_tiles = [x[self.num_rows :][plans.chunks.tile_tokens] for x in (queries, weights)]
-            positions = chooser.choose(self.chunks, of_tiles[0], of_tiles[1], keys)
+            positions = chooser.choose(of_keys.chunks, of_tiles[0], of_tiles[1], keys)
             if positions is not None:
                 plans.chunks = replace(plans.chunks, chosen=positions.sort(dim=2).values)
         return plans

@@ -17,8 +17,9 @@ from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 
 from model_runner_base.attention.choice import KeyTable
-from model_runner_base.attention.compressed import Windows
-from model_runner_base.attention.metadata import NEVER
+from model_runner_base.attention.compressed import CompressedMetadata, PageSlot, Windows
+from model_runner_base.attention.metadata import NEVER, PairPlan
+from model_runner_base.attention.plan import FAR
 from model_runner_base.models.layers.hyper_connections import after_block, at_head, before_block
 from model_runner_base.testing.architectures import hf
 from model_runner_base.testing.cases import random_prompts
@@ -42,9 +43,8 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK,
 }
 QUANTISED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-TOKEN_BYTES = 4 * (4 * 512 + 2 * (4 * 512 + 128 + 4 * 128) + 2 * 512 + 4) + 2 * 512
-"""Bytes that the layers keep of a token: windows' keys, rows and entries of rate 4 in two layers, and of rate 128 in
-one."""
+PAGE, NUM_PAGES, NUM_WINDOWS = BLOCK // 8 * 2 * (2 * 512) * 4, 60, 5
+"""Bytes of a page, which holds rows of 16 tokens; number of pages; number of groups of layers that keep a window."""
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def llm(model: TinyModel) -> Iterator[LLM]:
-    """An engine whose cache holds six blocks, so that long requests preempt each other."""
-    with engine(model.path, kv_cache_memory_bytes=7 * BLOCK * TOKEN_BYTES, **OPTIONS) as llm:
+    """An engine whose cache has few pages, so that long requests preempt each other."""
+    with engine(model.path, kv_cache_memory_bytes=NUM_PAGES * PAGE, **OPTIONS) as llm:
         yield llm
 
 
@@ -80,8 +80,9 @@ def test_equals_transformers(llm: LLM, model: TinyModel) -> None:
     check_equal(model, PROMPTS[-1:], tokens_of(outputs), [12])
     assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
     assert largest_error(llm, model, PROMPTS[3:]) < 2e-4
+    assert NUM_PAGES < NUM_WINDOWS * LENGTH * 8 // BLOCK, "rows of all tokens would fit"
     check(llm, model, random_prompts(152, [LENGTH - 5]), 5)
-    check(llm, model, random_prompts(151, [250, 253, 256]), 30)
+    check(llm, model, random_prompts(151, [5, 9, 13]), 130)
     assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
 
 
@@ -95,9 +96,48 @@ def test_drafts_in_pieces(tmp_path: Path) -> None:
     model = make_compressed(tmp_path / "yarn", rope_parameters=yarn | {"beta_slow": 1})
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     options = OPTIONS | {"speculative_config": drafts, "additional_config": {"attention_memory_gib": 1e-6}}
-    with engine(model.path, kv_cache_memory_bytes=10 * BLOCK * TOKEN_BYTES, **options) as llm:
+    with engine(model.path, kv_cache_memory_bytes=100 * PAGE, **options) as llm:
         check(llm, model, PROMPTS[-4:], 20)
         assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 64])
+def test_places_of_a_window(num_queries: int) -> None:
+    """Positions that a query sees are at their places, whatever the order of pairs; those before are not in the
+    table."""
+    rng, size, kv_tile, window = np.random.default_rng(2), 16, 64, 24
+    firsts = [0, 5, 200, 64, 1000]
+    pairs, last = [], torch.full((len(firsts) + 1, num_queries), NEVER, dtype=torch.int32)
+    blocks = rng.permutation(1000).reshape(len(firsts), -1)
+    for tile, first in enumerate(firsts):
+        last[tile] = torch.arange(first, first + num_queries)
+        for start in range(max(0, first - window + 1) // kv_tile * kv_tile, first + num_queries, kv_tile):
+            pairs.append((tile, start, *blocks[tile, start // size : (start + kv_tile) // size]))
+    pairs += [(len(firsts), FAR, 0, 0, 0, 0)]
+    table = torch.tensor(rng.permutation(pairs), dtype=torch.int32)
+    tile, start = table[:, 0], table[:, 1]
+    plan = PairPlan(size, kv_tile, tile, start, table[:, 2:], last[tile] - start.unsqueeze(1), None, [])
+    made = KeyTable.of_window(plan, len(last), window)
+    assert torch.equal(made.last, last)
+    assert made.blocks.shape[1] <= (num_queries + window + 2 * kv_tile) // size
+    for tile, first in enumerate(firsts):
+        seen = torch.arange(max(0, first - window + 1), first + num_queries, dtype=torch.int32)
+        want = blocks[tile, seen // size] * size + seen.numpy() % size
+        assert made.entries(seen.expand(len(last), -1))[tile].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_caches_that_share_pages(count: int) -> None:
+    """Places in the slots of a page are those of whole pages; a block is ``count`` of the plan's."""
+    size, rows, slots = 8, 4, 3
+    pages = torch.arange(5 * slots * count * size * rows, dtype=torch.float32).view(5, count * size, -1)
+    step = CompressedMetadata(0, None, None, None, count)  # type: ignore[arg-type]
+    for slot in range(slots):
+        got = PageSlot(rows, torch.float32, count * size, slots, slot).rows(pages)
+        for block in range(5 * count):
+            place = int(step._spread(torch.tensor(block), slots)) * size
+            first = ((block // count * slots + slot) * count + block % count) * size * rows
+            assert got[place : place + size].flatten().tolist() == list(range(first, first + size * rows))
 
 
 @pytest.mark.parametrize(("rate", "overlaps"), [(4, True), (4, False), (128, False)])
@@ -106,7 +146,8 @@ def test_windows_at_the_end(rate: int, overlaps: bool) -> None:
     last = torch.full((2, 50), NEVER, dtype=torch.int32)
     last[0, :3] = torch.arange(LENGTH - 3, LENGTH)  # The other tile is padding.
     plan: Any = SimpleNamespace(block_size=BLOCK)
-    windows = Windows.of(KeyTable(torch.tensor([[3, 1, 2]] * 2, dtype=torch.int32), last, plan), rate, overlaps)
+    table = KeyTable(torch.tensor([[3, 1, 2]] * 2, dtype=torch.int32), last, plan)
+    windows = Windows.of(table, table.entries, rate, overlaps)
     assert windows.position.max() < LENGTH
     ended = windows.position[windows.is_real].tolist(), windows.entry[windows.is_real].tolist()
     assert ended == ([LENGTH - rate], [(3 * BLOCK - rate) // rate])

@@ -53,16 +53,18 @@ def plain_deepseek_v4(vllm_config: VllmConfig) -> Iterator[None]:
         yield
 
 
-def spec_of_rows(vllm_config: VllmConfig, size: int, dtype: torch.dtype, tokens_per_row: int) -> Any:
-    """KV-cache spec of one row of ``size`` numbers for each ``tokens_per_row`` tokens, kept for a whole request."""
-    spec: Any = MLAAttentionSpec
-    return spec(
-        block_size=vllm_config.cache_config.block_size,
-        num_kv_heads=1,
-        head_size=size,
-        dtype=dtype,
-        tokens_per_state=tokens_per_row,
-    )
+def spec_of_pages(block_size: int, page_bytes: int, dtype: torch.dtype, window: int) -> Any:
+    """KV-cache spec of pages of ``page_bytes``, one for each ``block_size`` tokens: for a whole request, or for
+    ``window`` tokens."""
+    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec  # type: ignore[attr-defined]
+
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": page_bytes // (block_size * dtype.itemsize),
+        "dtype": dtype,
+    }
+    return SlidingWindowMLASpec(sliding_window=window, **options) if window else MLAAttentionSpec(**options)
 
 
 def _attention_class() -> type[Any]:

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -83,6 +84,8 @@ planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):
     planning = import_module("vllm.v1.core.kv_cache_planning")
 
+WINDOW_OF_LATENTS: Any = getattr(kv_cache_interface, "SlidingWindowMLASpec", MLAAttentionSpec)
+"""Spec of latents that are kept for a window alone, in releases that have one."""
 HAS_VIRTUAL_ENGINES = "virtual_engine" in ForwardContext.__dataclass_fields__
 IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
 """Whether vLLM places the layers in one buffer, by strides, in a layout that backends name. Otherwise each tensor is
@@ -151,7 +154,7 @@ def is_of_encoder(spec: Any) -> bool:
 
 def is_of_latents(spec: Any) -> bool:
     """Whether a KV-cache spec is that of a layer of latent attention, which keeps one row a token."""
-    return isinstance(spec, MLAAttentionSpec)
+    return isinstance(spec, MLAAttentionSpec | WINDOW_OF_LATENTS)
 
 
 def larger_head(spec: AttentionSpec) -> int:
