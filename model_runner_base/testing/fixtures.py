@@ -10,6 +10,7 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.block_sparse_models import make_block_sparse
+from model_runner_base.testing.compressed_models import make_compressed
 from model_runner_base.testing.engine import DEFAULTS, Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint, reference_model
 from model_runner_base.testing.order import sort_checks
@@ -65,6 +66,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 def block_sparse_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A tiny MiniMax M3, made before an engine, as in ``tiny_model``."""
     model = make_block_sparse(tmp_path_factory.mktemp("block-sparse"))
+    reference_model(model.path)
+    return model
+
+
+@pytest.fixture(scope="session")
+def compressed_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A tiny DeepSeek V4, made before an engine, as in ``tiny_model``."""
+    model = make_compressed(tmp_path_factory.mktemp("compressed") / "model")
     reference_model(model.path)
     return model
 

@@ -1,4 +1,4 @@
-"""Sparse attention: tokens that see the keys (DSA), or the blocks (MiniMax M3), which an indexer chooses."""
+"""Sparse attention: tokens see the keys (DSA), blocks (MiniMax M3) or entries (DeepSeek V4) that an indexer chooses."""
 
 from collections.abc import Callable
 
@@ -25,6 +25,13 @@ def keys(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> 
 def blocks(engine: Callable[..., LLM], block_sparse_model: TinyModel) -> tuple[LLM, TinyModel]:
     """An engine with a tiny MiniMax M3, and its model: tokens see 3 of up to 10 blocks."""
     return engine(block_sparse_model.path, **LIMITS), block_sparse_model
+
+
+@pytest.fixture
+def entries(engine: Callable[..., LLM], compressed_model: TinyModel) -> tuple[LLM, TinyModel]:
+    """An engine with a tiny DeepSeek V4, and its model: tokens see a window of 24, and 6 of up to 40 entries."""
+    limits = {"max_model_len": 160, "max_num_batched_tokens": 50, "block_size": 128}
+    return engine(compressed_model.path, enforce_eager=True, kv_cache_memory_bytes=32 << 20, **limits), compressed_model
 
 
 def check_one_by_one(llm: LLM, model: TinyModel) -> None:
@@ -77,3 +84,14 @@ def test_chosen_blocks_in_mixed_batches(blocks: tuple[LLM, TinyModel]) -> None:
 def test_chosen_blocks_after_preemption(blocks: tuple[LLM, TinyModel]) -> None:
     """Requests that are preempted, and go on with keys of layers and of indexers that are made again."""
     check_with_preemption(*blocks)
+
+
+def test_entries_of_one_request(entries: tuple[LLM, TinyModel]) -> None:
+    """A request on its own, its prompt cut into chunks, then with its prefix, where layers compress tokens to
+    entries."""
+    check_one_by_one(*entries)
+
+
+def test_entries_in_mixed_batches(entries: tuple[LLM, TinyModel]) -> None:
+    """Prompts shorter and longer than windows and entries, with requests that decode."""
+    check_mixed(*entries)
