@@ -37,7 +37,9 @@ class RequestFailures(StepHooks):
         super().__init__(*args, **kwargs)
         self._ended_sessions: dict[str, None] = {}
         """Ids of the latest sessions that were aborted or failed, oldest first."""
-        longest = longest_request(self, self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks)
+        config, num_blocks = self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks
+        at_once = longest_request(self, config, num_blocks)
+        longest = max(at_once, longest_request(self, config, num_blocks, self._num_ahead_of_window()))
         if longest <= num_sampled_tokens(self) and longest < self.max_model_len:
             raise ValueError(
                 "the KV cache has too few blocks for any request, since block 0 is given to none: raise "
@@ -51,7 +53,9 @@ class RequestFailures(StepHooks):
                 self.max_model_len,
             )
             self.max_model_len = longest
-        self._too_long = partial(too_long_reason, longest=self.max_model_len, num_sampled=num_sampled_tokens(self))
+        self._too_long = partial(too_long_reason, longest=at_once, num_sampled=num_sampled_tokens(self))
+        self._cannot_resume: dict[str, None] = {}
+        """Ids of preempted requests that are too long to be computed again."""
         if not num_sampled_tokens(self) and not hasattr(self, "num_sampled_tokens_per_step"):
             self.max_model_len += 1  # Some releases leave a place for an output token in every prompt that is cut.
 
@@ -74,6 +78,11 @@ class RequestFailures(StepHooks):
     def _unservable_reason(self, request: Request) -> str | None:
         """Error of a request that no step can serve, and that would block later requests; None if one can serve it."""
         return self._too_long(request.num_prompt_tokens)
+
+    def _num_ahead_of_window(self) -> int:
+        """Number of tokens beyond a window of keys that a decoding request holds blocks for, less one."""
+        num_new = 1 + self.num_spec_tokens + self.num_lookahead_tokens
+        return num_new * (2 if self.scheduler_config.async_scheduling else 1) - 1  # A step may be in flight.
 
     def _watch_grammar(self, request: Request) -> None:
         """Makes a grammar that does not compile end its request alone, as newer releases do by themselves.
@@ -114,6 +123,23 @@ class RequestFailures(StepHooks):
                 del self._ended_sessions[next(iter(self._ended_sessions))]
 
     # ---- In a step ----
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Notes a request that decodes within windows, but that a resumption would have to compute in larger chunks
+        than the cache has blocks for."""
+        super()._preempt_request(request, *args, **kwargs)
+        if self._too_long(request.num_tokens - num_sampled_tokens(self)) is not None:
+            if not self._cannot_resume:
+                self.before_schedule.append(self._end_long_requests)
+            self._cannot_resume[request.request_id] = None
+
+    def _end_long_requests(self) -> None:
+        """Ends requests that cannot be resumed as if their longest length was reached."""
+        for req_id in self._cannot_resume:
+            if (request := self.requests.get(req_id)) is not None:
+                self.finish_requests(req_id, RequestStatus.FINISHED_LENGTH_CAPPED)
+                self._give(request, EngineCoreOutput(req_id, [], finish_reason=FinishReason.LENGTH))
+        self._cannot_resume.clear()
 
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """Ends the requests that ``errors`` of the runner's output names."""
@@ -158,7 +184,11 @@ class RequestFailures(StepHooks):
 
     def _report(self, request: Request, reason: str) -> None:
         logger.error("Request %s ended with an error: %s", request.request_id, reason)
-        output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+        error = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+        self._give(request, error)
+
+    def _give(self, request: Request, output: EngineCoreOutput) -> None:
+        """Puts the last output of a request that has ended among those of the next step."""
         self.after_update.append(partial(_hand_over, request.client_index, output))
         # So that there is a next step, even if nothing is scheduled any more.
         self.finished_req_ids.add(request.request_id)
@@ -200,20 +230,22 @@ def too_long_reason(num_tokens: int, longest: int, num_sampled: int) -> str | No
 # ---- The longest request that a KV cache can hold ----
 
 
-def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> int:
+def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int, num_ahead: int | None = None) -> int:
     """Length of the longest request that the whole cache of ``num_blocks`` can hold: at most ``max_model_len`` tokens.
 
     The last token is sampled but never computed, unless the model pools. Drafts after it are computed, so they need
-    blocks.
+    blocks. ``num_ahead`` is the number of tokens after a window that need blocks at a time, less one; None: those of
+    the largest chunk.
     """
+    num_ahead_of_window = scheduler.scheduler_config.max_num_batched_tokens if num_ahead is None else num_ahead
     num_sampled = num_sampled_tokens(scheduler)
-    num_ahead = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
+    num_drafts = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
     low, high = 0, scheduler.max_model_len
     while low < high:
         length = (low + high + 1) // 2
-        num_computed = min(length - num_sampled + num_ahead, scheduler.max_model_len)
+        num_computed = min(length - num_sampled + num_drafts, scheduler.max_model_len)
         # One block is the null block, which no request gets.
-        if _num_blocks(config, num_computed, scheduler) < num_blocks:
+        if _num_blocks(config, num_computed, num_ahead_of_window, scheduler) < num_blocks:
             low = length
         else:
             high = length - 1
@@ -225,14 +257,15 @@ def num_sampled_tokens(scheduler: Any) -> int:
     return 0 if scheduler.vllm_config.model_config.runner_type == "pooling" else 1
 
 
-def _num_blocks(config: KVCacheConfig, num_tokens: int, scheduler: Any) -> int:
+def _num_blocks(config: KVCacheConfig, num_tokens: int, num_ahead: int, scheduler: Any) -> int:
     """Number of blocks, over all groups, that a request with ``num_tokens`` computed tokens holds at a time."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # States of recurrent layers are not blocks of the cache.
-    return sum(_num_group_blocks(spec, num_tokens, scheduler) for spec in specs if not isinstance(spec, StateSpec))
+    paged = [spec for spec in specs if not isinstance(spec, StateSpec)]
+    return sum(_num_group_blocks(spec, num_tokens, num_ahead, scheduler) for spec in paged)
 
 
-def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:
+def _num_group_blocks(spec: Any, num_tokens: int, num_ahead: int, scheduler: Any) -> int:
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)  # Layers of one type but several sizes.
     if isinstance(spec, FullAttentionSpec):
         # Each of these ranks keeps its part of the positions.
@@ -240,6 +273,6 @@ def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     if window is None:
         return spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes
-    # vLLM frees the blocks before a window, and then allocates those of a step's tokens.
-    step = scheduler.scheduler_config.max_num_batched_tokens
-    return min(-(-num_tokens // spec.block_size), -(-(window - 1 + step) // spec.block_size) + 1)
+    # vLLM frees the blocks before a window, and then allocates those of a step's tokens. A span of n + 1 tokens lies in
+    # n / block_size blocks and one more, at most.
+    return min(-(-num_tokens // spec.block_size), -(-(window - 1 + num_ahead) // spec.block_size) + 1)
