@@ -7,15 +7,19 @@ import json
 import re
 from collections import ChainMap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from vllm.compilation import decorators
+from vllm.config import CompilationMode
 
 from model_runner_base.testing.architectures import (
     CONFIGS,
@@ -127,7 +131,8 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str | None = None)
     if type(config).__module__.startswith("vllm.") or (lacks and lacks is not type(config)):
         model_class = own_class
         config = model_class.config_class.from_pretrained(path)
-    model = model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention).eval()
+    with _no_engine():
+        model = model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention).eval()
     if lacks_indexers(model):
         model.set_attn_implementation("eager")
         add_indexers(model, path)
@@ -137,6 +142,17 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str | None = None)
         # vLLM's Transformers backend has a class of transformers ask for this, in objects that exist already, too.
         module.do_not_compile = True
     return model
+
+
+def _no_engine() -> AbstractContextManager[Any]:
+    """Context in which transformers makes a model as itself.
+
+    vLLM's Transformers backend changes a class of transformers for good: its later objects ask for the engine's config.
+    They get one that compiles nothing.
+    """
+    config = mock.MagicMock()
+    config.compilation_config.mode = CompilationMode.NONE
+    return mock.patch.object(decorators, "get_current_vllm_config", lambda: config)
 
 
 @lru_cache(maxsize=256)  # Each may be a megabyte.

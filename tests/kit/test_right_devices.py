@@ -46,14 +46,15 @@ def test_a_device_that_computes_in_bfloat16_alone(tmp_path: Path) -> None:
     """A device with slots as the last dimension and an RMSNorm of its own passes all rows, which say what counted."""
     module = variant(platform="import torch\n" + BFLOAT16_ALONE, attention=OWN_FORMAT, top=TRANSPOSED + OWN_NORM)
     chosen = "test_interfaces or test_equality and (one_request or arrivals) or test_scheduled_writes or test_scalars"
+    chosen += " or test_rotary_style"
     chosen += " or test_logprobs_after_preemption"
     run = run_on(module, tmp_path, "--profile", "smoke", "-k", chosen)
     rows = rows_of(run.printed)
-    assert run.status == 0 and len(rows) == 9, run.printed[-5000:]
+    assert run.status == 0 and len(rows) == 10, run.printed[-5000:]
     assert all(result.startswith("passes") for result in rows.values()), run.printed[-5000:]
     assert "in bfloat16" in run.printed
     counts = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) tokens counted", run.printed)]
-    assert len(counts) == 6 and sum(one for one, _ in counts) > 0.3 * sum(all_ for _, all_ in counts), run.printed[
+    assert len(counts) == 7 and sum(one for one, _ in counts) > 0.3 * sum(all_ for _, all_ in counts), run.printed[
         -5000:
     ]
 
