@@ -357,7 +357,15 @@ HEADS: Configs = {
     "three-heads-a-group": lambda: hf.LlamaConfig(**_SIX_HEADS, head_dim=80),
     "large-scores": lambda: hf.LlamaConfig(**UNTIED),
     "unusual-scalars": lambda: hf.LlamaConfig(**UNTIED, rms_norm_eps=1e-3, rope_theta=500.0),
-    "interleaved-rotary": lambda: hf.GlmConfig(
+    "scales": lambda: hf.GraniteConfig(
+        **UNTIED,
+        rms_norm_eps=1e-3,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.6,
+        logits_scaling=0.4,
+    ),
+    "interleaved-rotary": lambda: hf.Glm4Config(
         **UNTIED, head_dim=16, rms_norm_eps=1e-3, rope_theta=500.0, partial_rotary_factor=0.5
     ),
     "short-window": lambda: hf.MistralConfig(**UNTIED, head_dim=16, rms_norm_eps=1e-3, sliding_window=SHORT_WINDOW),

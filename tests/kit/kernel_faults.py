@@ -69,6 +69,20 @@ class Norm(RMSNorm):
         return self.forward_native(x, residual)
 """
 
+OWN_SCALE = """
+def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.scale = self.head_size ** -0.5
+"""
+
+WITHOUT_LOGIT_SCALE = """
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+def unscaled(self, *args, make=LogitsProcessor.__init__, **kwargs):
+    make(self, *args, **kwargs)
+    self.scale = 1.0
+LogitsProcessor.__init__ = unscaled
+"""
+
 ONE_ROTARY_STYLE = """
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 @RotaryEmbedding.register_oot
@@ -206,12 +220,38 @@ FAULTS = [
         ("--profile", "smoke"),
     ),
     DeviceFault(
+        "a kernel takes the scale from the size of a head",
+        0,
+        variant(attention=OWN_SCALE),
+        "test_attention and scales",
+        r"scales of embeddings, residuals, scores and logits, prompt of .*; step \d+, .*layer 1",
+        ("--profile", "smoke"),
+        on_both_releases=True,
+    ),
+    DeviceFault(
+        "logits are not scaled",
+        0,
+        variant(top=WITHOUT_LOGIT_SCALE),
+        "test_attention and scales",
+        r"scales of embeddings, residuals, scores and logits, prompt of .*log probability of token",
+        ("--profile", "smoke"),
+    ),
+    DeviceFault(
         "a rotary kernel knows one style alone",
         0,
         variant(top=ONE_ROTARY_STYLE),
         "test_attention and not test_features",
         r"interleaved rotary positions in half of a head, prompt of .*; step \d+, .*keys of layer 0",
         ("--profile", "smoke"),
+    ),
+    DeviceFault(
+        "a rotary kernel knows one style alone, in bfloat16",
+        0,
+        variant(top=ONE_ROTARY_STYLE, platform="import torch\ndtypes = (torch.bfloat16,)"),
+        "test_rotary_style",
+        r"interleaved rotary positions in half of a head, prompt of .*bfloat16 moves logits .*keys of layer 0",
+        ("--profile", "smoke"),
+        on_both_releases=True,
     ),
     DeviceFault(
         "a cache of a layout of its own loses keys",

@@ -43,8 +43,13 @@ def test_scalars(engine: Start, tiny_model: Tiny) -> None:
     check_unusual("unusual-scalars", "RMSNorm with an eps of 1e-3, a rotary theta of 500", engine, tiny_model)
 
 
+def test_scales(engine: Start, tiny_model: Tiny) -> None:
+    """Embeddings, residuals, scores and logits that are multiplied, as Granite's and other models' of muP."""
+    check_unusual("scales", "scales of embeddings, residuals, scores and logits", engine, tiny_model)
+
+
 def test_rotary_style(engine: Start, tiny_model: Tiny) -> None:
-    """Rotary positions that turn neighbours in half of a head, as GLM's do."""
+    """Rotary positions that turn neighbours in half of a head, as GLM 4's do."""
     check_unusual("interleaved-rotary", "interleaved rotary positions in half of a head", engine, tiny_model)
 
 
