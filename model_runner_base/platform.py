@@ -282,8 +282,10 @@ class PagedPlatform(Platform):
             scheduler.encoder_cache_size = 2 * scheduler.max_num_batched_tokens
         if model and model.is_encoder_decoder:
             raise_limit_for_encoder(vllm_config)
-        if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
-            # A forked process has the locks of its parent's threads, and none of the threads.
+        parallel = vllm_config.parallel_config
+        if parallel.world_size > 1 or parallel.data_parallel_size > 1 or cls.forbids_fork():
+            # A forked process has the locks of its parent's threads, and none of the threads. A server has a forked
+            # replica's signals: one replica that is told to end would end the server before its clients have answers.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             if envs.VLLM_WORKER_MULTIPROC_METHOD != "spawn":
                 # An engine in this process has made vLLM cache its environment variables, so they are read again.

@@ -34,6 +34,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.admission.refused_items import forget_refused_items
     from model_runner_base.admission.request_checks import RequestChecks
     from model_runner_base.admission.request_errors import hold_requests
+    from model_runner_base.vllm_compat.patches.dead_engines import give_errors_at_once
     from model_runner_base.vllm_compat.patches.engine_processes import (
         end_servers_and_engines_with_this_process,
         end_workers_with_this_process,
@@ -48,6 +49,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)
     end_servers_and_engines_with_this_process(is_ours)
+    give_errors_at_once(is_ours)
     if vllm_config.parallel_config.world_size > 1:
         # For an engine in this process.
         end_workers_with_this_process(is_ours)

@@ -1,10 +1,12 @@
 """Replicas of an engine (data parallelism): each answers with the tokens of one, on the device that is its own."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,18 @@ import pytest
 from greedy import expected
 from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
 from vllm.config import ParallelConfig
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from model_runner_base.admission import our_engines
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.vllm_compat.patches.dead_engines import give_errors_at_once
 from model_runner_base.vllm_compat.probes.config import note_local_replicas, num_local_replicas
 from model_runner_base.worker import ModelRunnerWorker
 
@@ -28,7 +36,8 @@ import asyncio
 import json
 import sys
 
-from vllm import SamplingParams
+import psutil
+from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -51,6 +60,15 @@ async def main(model, prompts, count):
             for index, prompt in enumerate(prompts)
         ]
         print("RESULT", json.dumps(await asyncio.gather(*asked)), flush=True)
+        killed, other = (psutil.Process(each.pid) for each in engine.engine_core.resources.engine_manager.processes)
+        killed.suspend()
+        other.suspend()  # So it cannot end before vLLM kills it, five seconds after it was told to end.
+        waiting = [asyncio.create_task(ask(engine, f"late {each}", prompts[0], count, each)) for each in (0, 1)]
+        await asyncio.sleep(0.5)
+        killed.kill()
+        errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 120)
+        seen = {"errors": [type(each).__name__ for each in errors], "is_other_there": other.is_running()}
+        print("KILLED", json.dumps(seen | {"method": envs.VLLM_WORKER_MULTIPROC_METHOD}), flush=True)
     finally:
         engine.shutdown()
 
@@ -64,19 +82,49 @@ if __name__ == "__main__":
 def test_replicas_have_the_tokens_of_one_engine(
     tiny_model: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Tokens are right from a replica that is asked by name, and from the one that the balancer takes."""
+    """Tokens are right from a replica that is asked by name, and from the one that the balancer takes.
+
+    At the end one is killed. On vLLM 0.33, clients of both have an error before the other one has ended.
+    """
     model, script = tiny_model("llama"), tmp_path_factory.mktemp("script") / "replicas.py"
     script.write_text(RUN)
     out = subprocess.run(
         [sys.executable, script, model.path, json.dumps(PROMPTS), str(COUNT)],
-        env=os.environ | WITH_PLAIN_PLATFORM,
+        env=os.environ | WITH_PLAIN_PLATFORM | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
-    assert json.loads(lines[0].removeprefix("RESULT ")) == 3 * expected(model, PROMPTS, COUNT)
+    said = dict(line.split(" ", 1) for line in out.stdout.splitlines() if line.startswith(("RESULT ", "KILLED ")))
+    assert len(said) == 2, out.stdout[-3000:] + out.stderr[-3000:]
+    assert json.loads(said["RESULT"]) == 3 * expected(model, PROMPTS, COUNT)
+    killed = json.loads(said["KILLED"])
+    assert killed["errors"] == 2 * ["EngineDeadError"]
+    assert killed["is_other_there"] or HAS_OPENXLA
+    # A forked replica would share the signals of its server.
+    assert killed["method"] == "spawn"
+
+
+def test_a_front_end_that_ends_leaves_no_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose answer has not come gets an error; vLLM stops to read answers, and leaves it waiting."""
+    monkeypatch.setattr(our_engines, "WORKERS", ["ours"])
+    give_errors_at_once(our_engines.is_ours)
+
+    async def end_one(worker: str) -> Any:
+        front_end: Any = object.__new__(AsyncLLM)
+        front_end.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+        front_end.output_processor = OutputProcessor(None, log_stats=False)
+        front_end.output_handler = asyncio.create_task(asyncio.sleep(600))
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "waiting")
+        front_end.output_processor.request_states["waiting"] = SimpleNamespace(queue=queue)
+        await asyncio.get_running_loop().run_in_executor(None, front_end.shutdown)
+        with suppress(asyncio.CancelledError):
+            await front_end.output_handler
+        await asyncio.sleep(0)
+        return queue.output
+
+    assert isinstance(asyncio.run(end_one("ours")), EngineDeadError)
+    assert asyncio.run(end_one("another library's")) is None
 
 
 def test_a_replica_has_a_device_of_its_own() -> None:
