@@ -26,6 +26,7 @@ NEWEST = [
     "kit/test_tarn_device.py",
     "kit/test_upstream.py",
     "base/test_audio.py",
+    "base/test_balanced_replicas.py",
     "base/test_block_sparse.py",
     "base/test_config_fields.py",
     "base/test_decode_context.py",

@@ -41,10 +41,12 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     )
     from model_runner_base.vllm_compat.patches.items import keep_item_data, keep_sounds_whole, scale_in_processor
     from model_runner_base.vllm_compat.patches.worker_answers import read_all_answers
+    from model_runner_base.vllm_compat.probes.config import serve_own_replicas_alone
 
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
     check_config(vllm_config)
+    serve_own_replicas_alone(vllm_config.parallel_config)
     choose_cache_mode(vllm_config)
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)

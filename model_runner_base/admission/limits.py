@@ -246,8 +246,8 @@ def _is_more_than_text(vllm_config: VllmConfig) -> bool:
 
 
 def _check_replicas(vllm_config: VllmConfig) -> None:
-    """Refuses replicas that are not independent engines of one host. In the process of a replica there is nothing to
-    check, since its config names no others."""
+    """Refuses replicas that are not independent engines of a server on their host. In the process of a replica there is
+    nothing to check, since its config names no others."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     is_balanced_elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
     others = parallel.distributed_executor_backend in ("ray", "external_launcher")
@@ -257,9 +257,9 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         ),
         f"{model and model.architecture} has experts, which replicas would share: use data_parallel_size=1, or a "
         "server for each replica": model and model.is_moe,
-        "replicas run on one host, and one server balances them: leave out data_parallel_rank, "
-        "data_parallel_size_local and options of external and hybrid load balancing": (
-            is_balanced_elsewhere or parallel.data_parallel_size_local != parallel.data_parallel_size
+        "a server would not see the end of a replica on another host: start a server on each host, with "
+        "data_parallel_start_rank and data_parallel_size_local of its own replicas, and leave out headless": (
+            not is_balanced_elsewhere and parallel.data_parallel_size_local != parallel.data_parallel_size
         ),
         "replicas are processes of their own, not started by Ray or external_launcher: leave out "
         "distributed_executor_backend and data_parallel_backend": others or parallel.data_parallel_backend != "mp",

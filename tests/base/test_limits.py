@@ -278,8 +278,7 @@ def test_what_pipeline_stages_are_not_served_with_together(
     ("setting", "value", "message"),
     [
         ("model_config.is_moe", True, "LlavaFor.* has experts, .* or a server for each replica"),
-        ("parallel_config.data_parallel_size_local", 1, "replicas run on one host, .* leave out data_parallel_rank"),
-        ("parallel_config.data_parallel_external_lb", True, "options of external and hybrid load balancing"),
+        ("parallel_config.data_parallel_size_local", 1, "a replica on another host: start a server on each host, with"),
         ("parallel_config.data_parallel_backend", "ray", "leave out .* data_parallel_backend"),
         ("cache_config.kv_offloading_size", 0.1, "KV connectors are not supported with replicas .* kv_offloading_size"),
         ("parallel_config.pipeline_parallel_size", 2, "pipelines are not replicated yet"),

@@ -133,3 +133,20 @@ def num_local_replicas(parallel_config: Any) -> int:
 
 def _asked_replicas(parallel_config: Any) -> int:
     return parallel_config.data_parallel_size_local if parallel_config.data_parallel_size > 1 else 1
+
+
+def serve_own_replicas_alone(parallel_config: Any) -> None:
+    """Leaves a server with the replicas that it starts itself, where another program balances several servers.
+
+    Replicas of a model without experts share nothing, so servers need not know of each other. vLLM's own way awaits a
+    coordinator there, which it starts for models with experts alone.
+    """
+    is_balanced = parallel_config.data_parallel_external_lb or parallel_config.data_parallel_hybrid_lb
+    if parallel_config.is_moe_model or not is_balanced:
+        return
+    parallel_config.data_parallel_size = parallel_config.data_parallel_size_local
+    parallel_config.data_parallel_rank = parallel_config.data_parallel_index = 0
+    parallel_config.data_parallel_external_lb = parallel_config.data_parallel_hybrid_lb = False
+    if parallel_config.data_parallel_size == 1:
+        parallel_config.data_parallel_rank_local = 0  # As in any engine without replicas.
+    parallel_config.data_parallel_master_ip = "127.0.0.1"  # The given address may be another host's.
