@@ -22,6 +22,7 @@ class PlainPlatform(PagedPlatform):
     device_name = "cpu"
     device_type = "cpu"
     worker_cls = f"{__name__}.PlainWorker"
+    ray_device_key = "GPU"  # Ray counts as many as it is told: ``ray start --num-gpus 2``.
     serves_stages = True
     serves_replicas = True
     serves_decode_context = True

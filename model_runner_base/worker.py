@@ -1,7 +1,6 @@
 """Worker base class of every device; a device only names its runner class and its torch device."""
 
 import math
-import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -46,7 +45,7 @@ from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.schedule import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
-from model_runner_base.vllm_compat.probes.config import device_index, num_local_replicas
+from model_runner_base.vllm_compat.probes.config import device_index, num_local_replicas, num_ray_workers
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.kv_connector import WorkerConnector, make_connector
 from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
@@ -143,8 +142,8 @@ class ModelRunnerWorker(WorkerBase):
         devices."""
         if not self.parallel_config.use_ray:
             return self.parallel_config.local_world_size
-        # Under Ray, local_world_size counts all ranks. But each worker is given the devices of all workers on its host.
-        return len(os.environ[current_platform.device_control_env_var].split(","))
+        # Under Ray, local_world_size counts all ranks.
+        return num_ray_workers(self.parallel_config, current_platform.device_control_env_var)
 
     def measure_at_start(self) -> None:
         """Notes the free memory; raises ValueError if a device has less than the share of its own that the engine may

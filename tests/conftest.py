@@ -44,7 +44,7 @@ LONGEST = """
     drafts_with_images hostile_server smallest_limits small_caches foreign_platform runtime_control compilation
     speculation suffix_decoding trained_heads cutting lora_server benchmarks quantised_models unequal_layers
     embeddings_server gpu_recurrent gguf kimi_linear drafted_prefixes image_ranks latent_adapters
-    orphans scales_by_family config_fields engine_ends served_stages stages replicas balanced_replicas
+    orphans scales_by_family config_fields engine_ends served_stages stages replicas balanced_replicas ray_stages
     prefill_and_decode_servers host_offload soak block_sparse decode_context
 """.split()
 """Files that take longest in either lane, some 40 seconds and more; longest first."""

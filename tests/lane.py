@@ -65,6 +65,7 @@ NEWEST = [
     "base/test_gguf.py",
     "base/test_half_precision.py",
     "base/test_quantised_models.py",
+    "base/test_ray_stages.py",
     "base/test_recurrent_adapters.py",
     "base/test_recurrent_models.py",
     "base/test_recurrent_ranks.py",

@@ -26,9 +26,9 @@ IN_QUARTERS = """
 """Files of tests/base that compare models with HF transformers. At a commit a quarter of their cases runs with
 torch_xla, and a half in the newest lane, whose engines start sooner."""
 WHOLE_IN_THIRDS = """
-    embeddings_server engine_ends foreign_platform hostile_engine hostile_server image_embeddings image_server
-    lora_server plugins pooling_ranks pooling_server prefill_and_decode_servers ray runtime_control sleep
-    transcription_server ways_to_run wheel
+    balanced_replicas embeddings_server engine_ends foreign_platform hostile_engine hostile_server image_embeddings
+    image_server lora_server plugins pooling_ranks pooling_server prefill_and_decode_servers ray ray_stages
+    runtime_control sleep transcription_server ways_to_run wheel
 """.split()
 """Files that run whole: their tests share a server, or are few and long. A third of the files runs at a commit."""
 

@@ -22,6 +22,7 @@ from model_runner_base.admission.request_ranges import SAMPLING, NotYet, check_p
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import (
+    RAY_CALLS_WORKERS,
     asks_for_connector,
     returns_routed_experts,
     setting,
@@ -208,8 +209,11 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         "pipeline stages do not run on this device yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
             not getattr(current_platform, "serves_stages", False)
         ),
-        f"pipeline stages are not started by {parallel.distributed_executor_backend} yet: set "
-        "distributed_executor_backend to mp": parallel.distributed_executor_backend != "mp",
+        f"pipeline stages are not started by {parallel.distributed_executor_backend} on this release: set "
+        "distributed_executor_backend to mp": (
+            parallel.distributed_executor_backend not in ("mp", "ray")
+            or (parallel.distributed_executor_backend == "ray" and not RAY_CALLS_WORKERS)
+        ),
         "pipeline stages run on one host alone: use nnodes=1": setting(parallel, "nnodes", 1) > 1,
         "KV connectors are not supported with pipeline stages yet: leave out kv_transfer_config and "
         "kv_offloading_size": asks_for_connector(vllm_config),

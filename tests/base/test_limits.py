@@ -213,7 +213,7 @@ def test_towers_that_were_not_tried_over_ranks() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel_config.distributed_executor_backend", "ray", "not started by ray yet: set .* to mp"),
+        ("parallel_config.distributed_executor_backend", "ray", "not started by ray on this release: set .* to mp"),
         ("parallel_config.nnodes", 2, "one host alone: use nnodes=1"),
         ("speculative_config", draft(), "leave out speculative_config"),
         ("weight_transfer_config", SimpleNamespace(backend="gloo"), "leave out weight_transfer_config"),
@@ -230,6 +230,7 @@ def test_what_pipeline_stages_are_not_served_with_yet(
 ) -> None:
     monkeypatch.setattr(limits, "current_platform", SimpleNamespace(serves_stages=True))
     monkeypatch.setattr(limits, "counts_running_adapters", lambda: True)
+    monkeypatch.setattr(limits, "RAY_CALLS_WORKERS", False)
     config: Any = deepcopy(SERVED)
     config.parallel_config.pipeline_parallel_size = 2
     check_refused(config, setting, value, message)

@@ -3,11 +3,14 @@
 Platforms read them while vLLM's config package is half loaded, so this file imports nothing of vLLM.
 """
 
+import os
 from importlib.resources import files
 from typing import Any
 
 HAS_SLOT_PROCESSORS = (files("vllm") / "v1/worker/gpu/sample/logits_processor").is_dir()
 """Whether this vLLM's second model runner has an interface of its own for custom logits processors."""
+RAY_CALLS_WORKERS = (files("vllm") / "v1/executor/ray_executor_v2.py").is_file()
+"""Whether this vLLM calls Ray's workers like those of its own processes, and not their runners in a graph of Ray's."""
 
 
 def setting(config: Any, path: str, default: Any = None) -> Any:
@@ -114,6 +117,15 @@ def device_index(parallel_config: Any, local_rank: int) -> int:
     of_replica = getattr(parallel_config, "get_local_gpu_index", None)
     index: int = local_rank if of_replica is None else of_replica(local_rank)
     return index
+
+
+def num_ray_workers(parallel_config: Any, devices_variable: str) -> int:
+    """Number of an engine's Ray workers on this worker's host.
+
+    Releases name the devices of all of them in the config, or in the environment variable of visible devices.
+    """
+    assigned = setting(parallel_config, "assigned_physical_gpu_ids")
+    return len(os.environ[devices_variable].split(",") if assigned is None else assigned)
 
 
 LOCAL_REPLICAS = "num_local_replicas"
