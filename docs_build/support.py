@@ -26,7 +26,7 @@ FEATURES = {
     "expert parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "decode context parallelism": ("refused", "refused", "refused", "tests"),
     "pipeline stages": ("refused", "refused", "refused", "tests"),
-    "replicas (data parallelism) of models without experts": ("refused", "refused", "refused", "tests"),
+    "replicas (data parallelism), with experts too": ("refused", "refused", "refused", "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
     "bfloat16": ("tests", NOT_RUN, H200, "tests"),
     "float16": ("refused", "refused", NOT_TESTED, "tests"),

@@ -25,6 +25,7 @@ class PlainPlatform(PagedPlatform):
     ray_device_key = "GPU"  # Ray counts as many as it is told: ``ray start --num-gpus 2``.
     serves_stages = True
     serves_replicas = True
+    serves_expert_replicas = True
     serves_decode_context = True
 
     @classmethod
@@ -56,7 +57,10 @@ def __getattr__(name: str) -> Any:
         def profile_run(self) -> int:
             """Estimates a step's bytes; a device that reports peak memory would run its largest step and measure."""
             limits = self.step_limits()
-            return estimate_step_memory(limits.largest_sizes, limits, self.get_kv_cache_spec(), self.model_config)
+            replicas = self.vllm_config.parallel_config.data_parallel_size
+            return estimate_step_memory(
+                limits.largest_sizes, limits, self.get_kv_cache_spec(), self.model_config, num_replicas=replicas
+            )
 
         def capture_model(self) -> None:
             """Captures nothing; runs the largest steps once, on padding, so that their errors show before serving."""

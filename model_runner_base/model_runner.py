@@ -329,11 +329,19 @@ class ModelRunnerBase:
 
     def _end_without_tokens(self, scheduler_output: SchedulerOutput) -> Output | None:
         """Ends a step that has no tokens, or none that are left since all of its requests have failed."""
-        output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, self.parts.components.end_step(None))
-        if not scheduler_output.total_num_scheduled_tokens or self.parts.head.answers_at_once:
+        components, have_failed = self.parts.components, scheduler_output.total_num_scheduled_tokens
+        if have_failed:
+            components.run_idle()
+        output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, components.end_step(None))
+        if not have_failed or self.parts.head.answers_at_once:
             return output
         self.pending = lambda grammar_output: output
         return None
+
+    @guarded
+    def execute_dummy_batch(self) -> None:
+        """Runs what this replica adds to a step of other replicas, while it has no tokens itself."""
+        self.parts.components.run_idle()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Returns the last drafts; None if there is no drafter."""

@@ -64,6 +64,10 @@ class PagedPlatform(Platform):
     """Whether engines can be replicated (``data_parallel_size``). A device says so whose workers take the device at
     ``ModelRunnerWorker.device_index``."""
 
+    serves_expert_replicas = False
+    """Whether replicas can share experts (``models/layers/expert_exchange.py``). A device says so whose steps run
+    eagerly, with collectives among its operations."""
+
     serves_decode_context = False
     """Whether ranks can keep a part of each request's keys (``decode_context_parallel_size``). A device says so whose
     layers run the base's own attention, with collectives among its operations."""

@@ -436,8 +436,8 @@ class ModelRunnerWorker(WorkerBase):
         self.model_runner.device_ops.synchronize()
 
     def execute_dummy_batch(self) -> None:
-        """Raises NotImplementedError: only idle data-parallel ranks run it, which are refused (admission/limits.py)."""
-        raise NotImplementedError
+        """Joins a step of other replicas, which this one shares experts with, while it has no tokens itself."""
+        self.model_runner.execute_dummy_batch()
 
     # ---- Profiling, by vLLM's own wrappers ----
 

@@ -45,6 +45,7 @@ LONGEST = """
     speculation suffix_decoding trained_heads cutting lora_server benchmarks quantised_models unequal_layers
     embeddings_server gpu_recurrent gguf kimi_linear drafted_prefixes image_ranks latent_adapters
     orphans scales_by_family config_fields engine_ends served_stages stages replicas balanced_replicas ray_stages
+    expert_replicas
     prefill_and_decode_servers host_offload soak block_sparse decode_context
 """.split()
 """Files that take longest in either lane, some 40 seconds and more; longest first."""

@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.admission.attention_limits import check_attention
 from model_runner_base.admission.decode_context_limits import check_decode_context
+from model_runner_base.admission.expert_replica_limits import check_expert_replicas
 from model_runner_base.admission.kv_connectors import check_connector
 from model_runner_base.admission.multimodal_limits import check_multimodal, check_text_alone
 from model_runner_base.admission.pooling_limits import check_pooling
@@ -259,8 +260,10 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         "replicas (data parallelism) do not run on this device yet: use data_parallel_size=1": (
             not getattr(current_platform, "serves_replicas", False)
         ),
-        f"{model and model.architecture} has experts, which replicas would share: use data_parallel_size=1, or a "
-        "server for each replica": model and model.is_moe,
+        f"{model and model.architecture} has experts, which replicas share under one server: leave out "
+        "data_parallel_rank, data_parallel_size_local and options of external and hybrid load balancing": (
+            model and model.is_moe and is_balanced_elsewhere
+        ),
         "a server would not see the end of a replica on another host: start a server on each host, with "
         "data_parallel_start_rank and data_parallel_size_local of its own replicas, and leave out headless": (
             not is_balanced_elsewhere and parallel.data_parallel_size_local != parallel.data_parallel_size
@@ -275,6 +278,8 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         ),
     }
     refuse(refusals)
+    if model and model.is_moe:
+        check_expert_replicas(vllm_config)
 
 
 def _check_staged_tower(model: ModelConfig, num_stages: int) -> None:

@@ -32,6 +32,7 @@ from model_runner_base.models.patches.layers import (
 )
 from model_runner_base.models.recurrent.layers import use_plain_recurrences
 from model_runner_base.models.weight_stream import get_model, keep_all
+from model_runner_base.vllm_compat.patches.whole_tokens import keep_tokens_whole
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import wrong_in_float16
 from model_runner_base.vllm_compat.probes.models import is_deepseek_v4, is_minimax_m3
@@ -67,6 +68,11 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         raise UnsupportedConfigError(
             "MiniMax M3 runs in plain torch, which this device does not use: use another model"
         )
+    if vllm_config.parallel_config.data_parallel_size > 1 and not use_plain_layers:
+        raise UnsupportedConfigError(
+            "replicas share experts that run in plain torch, which this device does not use: use data_parallel_size=1, "
+            "or a server for each replica"
+        )
     # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
     # these.
     rotary_embedding._ROPE_DICT.clear()
@@ -78,6 +84,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     adapt_experts(_models_of(vllm_config), follow_activation if use_plain_layers else check_activation)
     use_models_dtype(vllm_config)
     if use_plain_layers:
+        keep_tokens_whole()
         allow_experts_without_gate()
         load_olmo_hybrid(vllm_config)
         use_plain_kimi_linear(vllm_config)

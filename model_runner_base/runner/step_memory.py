@@ -27,6 +27,7 @@ def estimate_step_memory(
     model_config: ModelConfig,
     gathers_cache: bool = True,
     is_unrolled: bool = False,
+    num_replicas: int = 1,
 ) -> int:
     """An upper estimate in bytes of what one layer takes, or sampling after the last one, over all sizes; 0 if there
     are none.
@@ -44,6 +45,7 @@ def estimate_step_memory(
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself. Then
     a result of each decode pair counts, and the operands of all pairs; a kernel may need less.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
+    ``num_replicas`` is the number of replicas that share experts, whose tokens each of them gathers.
     """
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
@@ -57,7 +59,8 @@ def estimate_step_memory(
     head = hidden * width if limits.decodes and model_config.head_dtype != model_config.dtype else 0
     for size in sizes:
         layer = size.num_tokens * ((6 + 5 * num_streams) * hidden + 2 * inner) + size.num_logits * width
-        layer += _experts(model_config, size.num_tokens, is_unrolled)
+        gathered = num_replicas * size.num_tokens
+        layer += _experts(model_config, gathered, is_unrolled) + (2 * gathered * hidden if num_replicas > 1 else 0)
         dims = limits.named(size)
         if hides_keys(model_config):
             choice = num_indexed_keys(model_config) or 0, limits.max_model_len

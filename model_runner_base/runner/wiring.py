@@ -32,6 +32,7 @@ from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
+from model_runner_base.models.layers.expert_exchange import expert_replicas
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.kv_transfer import ConnectedCaches, transfer_components
 from model_runner_base.runner.model_graph import ModelGraph
@@ -232,7 +233,10 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     # After the drafter, whose passes write keys and values, too.
     connected = ConnectedCaches(layout, groups, kv_caches, index_of, policy, device_ops)
     has_drafts = speculation.num_drafts > 0
-    for component in transfer_components(runner.connector, connected, updates, forward_context, has_drafts):
+    for component in [
+        *expert_replicas(runner.model, lambda: graph.dummy_run(policy.dispatch(limits.smallest_size))),
+        *transfer_components(runner.connector, connected, updates, forward_context, has_drafts),
+    ]:
         components.add(component)
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(

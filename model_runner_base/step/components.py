@@ -58,6 +58,9 @@ class StepComponent:
         """
         return NO_FIELDS
 
+    def run_idle(self) -> None:
+        """Called in place of a step that has requests on another replica alone, or whose requests have all failed."""
+
     def read_output(self, batch: InputBatch, output: Any) -> None:
         """Called with the ``ModelRunnerOutput`` of a step with tokens, if each is read before the next one."""
 
@@ -127,6 +130,7 @@ class StepComponents:
         self._begin_step: list[Callable[[Schedule], None]] = []
         self._read_output: list[Callable[[InputBatch, Any], None]] = []
         self._end_step: list[Callable[[Forward | None], Mapping[str, Any]]] = []
+        self._run_idle: list[Callable[[], None]] = []
         self._sections: list[Callable[..., list[Section]]] = []
         self._fill: list[Callable[..., None]] = []
         self._fill_padding: list[Callable[..., None]] = []
@@ -154,6 +158,7 @@ class StepComponents:
         note(self._admit, "admit")
         note(self._begin_step, "begin_step")
         note(self._end_step, "end_step")
+        note(self._run_idle, "run_idle")
         note(self._read_output, "read_output")
         note(self._sections, "sections")
         note(self._fill, "fill")
@@ -184,6 +189,10 @@ class StepComponents:
             if reported := end_step(forward):
                 fields = joined_fields(fields, reported)
         return fields
+
+    def run_idle(self) -> None:
+        for run_idle in self._run_idle:
+            run_idle()
 
     def read_output(self, batch: InputBatch, output: Any) -> None:
         for read in self._read_output:

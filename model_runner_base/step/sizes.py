@@ -261,6 +261,11 @@ class StepLimits:
         return self.but(size, **{name: min(dims[name], 2 * piece) for name, piece in pieces.items() if piece})
 
     @property
+    def smallest_size(self) -> StepSize:
+        """Size of a step of one token, with one attention pair."""
+        return self.decode_size(1, 1) if self.decodes else self.mixed_size(0, 0, 1, 1, 1)
+
+    @property
     def largest_sizes(self) -> tuple[StepSize, ...]:
         """The largest step of pure decode and the largest mixed step: no step needs more memory. If no request decodes,
         the mixed step alone.

@@ -44,6 +44,7 @@ MODEL = {
     ),
     "hf_config": SimpleNamespace(mm_tokens_per_image=16),
     "is_mm_prefix_lm": False,
+    "quantization": None,
 }
 PARALLEL = {
     "use_ubatching": False,
@@ -60,6 +61,7 @@ PARALLEL = {
     "decode_context_parallel_size": 1,
     "enable_expert_parallel": False,
     "enable_eplb": False,
+    "all2all_backend": "allgather_reducescatter",
 }
 SERVED = SimpleNamespace(
     model_config=SimpleNamespace(**MODEL),
@@ -278,7 +280,6 @@ def test_what_pipeline_stages_are_not_served_with_together(
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("model_config.is_moe", True, "LlavaFor.* has experts, .* or a server for each replica"),
         ("parallel_config.data_parallel_size_local", 1, "a replica on another host: start a server on each host, with"),
         ("parallel_config.data_parallel_backend", "ray", "leave out .* data_parallel_backend"),
         ("cache_config.kv_offloading_size", 0.1, "KV connectors are not supported with replicas .* kv_offloading_size"),
@@ -292,6 +293,14 @@ def test_what_replicas_are_not_served_with_yet(
     config: Any = deepcopy(SERVED)
     config.parallel_config.data_parallel_size = 2
     check_refused(config, setting, value, message)
+
+
+def test_experts_are_shared_under_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(serves_replicas=True, serves_expert_replicas=True)
+    monkeypatch.setattr(limits, "current_platform", platform)
+    config: Any = deepcopy(SERVED)
+    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_external_lb = 2, True
+    check_refused(config, "model_config.is_moe", True, "has experts, which replicas share under one server: leave out")
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,10 @@ def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
     for name in ("tokens", "logits", "decode_pairs", "chunk_pairs"):
         larger = LIMITS.size(StepKind.MIXED, **(dims | {name: dims[name] + 1}))
         assert estimate_step_memory([larger], LIMITS, specs, model_config()) > least, name
-    assert estimate_step_memory([size], LIMITS, specs, model_config(num_experts=4)) > least
+    alone, shared = (
+        estimate_step_memory([size], LIMITS, specs, model_config(num_experts=4), num_replicas=num) for num in (1, 2)
+    )
+    assert least < alone < shared
     streams = estimate_step_memory([size], LIMITS, specs, model_config(hc_mult=4))
     assert streams == least + 4 * 5 * size.num_tokens * 4 * HIDDEN
     # A head in float32 has its weights converted beside the arrays of sampling.

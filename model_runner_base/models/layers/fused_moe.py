@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
+from model_runner_base.models.layers.expert_exchange import EXCHANGE, ExpertExchange, RunExperts
 from model_runner_base.models.layers.routing import check_router, select_experts
 from model_runner_base.step.rounds import MOST_UNROLLED, OneNode, State, is_traced, is_unrolled, run_rounds
 from model_runner_base.vllm_compat.probes.experts import (
@@ -325,9 +326,14 @@ def use_plain_experts(model: nn.Module) -> None:
 
     Raises NotImplementedError for a layer whose results would be wrong.
     """
+    exchange = ExpertExchange()
     for _, layer in experts_layers(model):
         _check(layer)
-        layer.use(PlainExpertsMethod(layer.moe_config), choose_and_run)
+        run = choose_and_run
+        if layer.moe_config.dp_size > 1:
+            setattr(model, EXCHANGE, exchange)
+            run = partial(choose_and_run, run=exchange.around(run_own))
+        layer.use(PlainExpertsMethod(layer.moe_config), run)
 
 
 def _check(layer: ExpertsView) -> None:
@@ -359,8 +365,22 @@ def _transposed(weight: Any, keeps_loader: bool) -> Any:
     return transposed
 
 
+def run_own(layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the chosen experts that this rank has. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T,
+    top-k]."""
+    if layer.expert_map is not None:
+        own = layer.expert_map[ids.long()]
+        weights, ids = torch.where(own < 0, 0.0, weights), own.clamp(min=0).to(ids.dtype)
+    out: torch.Tensor = layer.quant_method.run(layer.weights, hidden, ids, weights)
+    return out
+
+
 def choose_and_run(
-    layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor, token_ids: torch.Tensor | None
+    layer: ExpertsView,
+    hidden: torch.Tensor,
+    router_logits: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    run: RunExperts = run_own,
 ) -> torch.Tensor:
     """The weighted sum of each token's routed experts. ``hidden`` [T, hidden], ``router_logits`` [T, experts]."""
     if layer.gate is not None:
@@ -374,7 +394,4 @@ def choose_and_run(
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)
-    if layer.expert_map is not None:
-        own = layer.expert_map[ids.long()]
-        weights, ids = torch.where(own < 0, 0.0, weights), own.clamp(min=0).to(ids.dtype)
-    return layer.quant_method.run(layer.weights, hidden, ids, weights)
+    return run(layer, hidden, ids, weights)
