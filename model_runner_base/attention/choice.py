@@ -18,7 +18,7 @@ tiles of its own, in blocks of one token: what is read does not depend on the co
 different keys, and together they often choose most. So its plan stays, and has the positions as a mask.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -148,8 +148,9 @@ class SparseMetadata(AttentionMetadata):
     """Table of the decode rows; None if there are none."""
     chunks: KeyTable | None
     """The same for tiles of chunks."""
-    chosen: PagedAttentionMetadata | None = None
-    """Plans over chosen keys; None before the first indexer."""
+    left: list[PagedAttentionMetadata] = field(default_factory=list)
+    """Plans over chosen keys that the step's indexers have left, in their order. Torch's Dynamo loses attributes that
+    are set after a loop (2.14), but no items of a list."""
 
 
 @dataclass
@@ -193,7 +194,7 @@ class Chooser:
             positions = self.choose(step.chunks, of_tiles[0], of_tiles[1], cache)
             chunks = chunks if positions is None else replace(chunks, chosen=positions.sort(dim=2).values)
         slots = planned.slot_blocks, planned.slot_offsets
-        step.chosen = ChosenMetadata(*slots, num_rows, decode, chunks, cache_block_size=planned.block_size)
+        step.left.append(ChosenMetadata(*slots, num_rows, decode, chunks, cache_block_size=planned.block_size))
 
     def choose(
         self, table: KeyTable, queries: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor

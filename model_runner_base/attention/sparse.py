@@ -47,8 +47,8 @@ class SparseLatentImpl(LatentAttentionImpl):
     ) -> torch.Tensor:
         chosen = None
         if attn_metadata is not None:
-            chosen = attn_metadata.chosen
-            assert chosen is not None, "the first layer of a step has no indexer"
+            assert attn_metadata.left, "the first layer of a step has no indexer"
+            chosen = attn_metadata.left[-1]
         return super().forward(layer, query, key, value, kv_cache, chosen, output)
 
     def _is_chosen(self, plan: PairPlan) -> torch.Tensor:

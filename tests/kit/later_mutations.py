@@ -86,8 +86,8 @@ MUTATIONS = [
     Mutation(
         "layers take the first indexer's choice",
         "attention/choice.py",
-        "        step.chosen = ChosenMetadata(",
-        "        step.chosen = step.chosen or ChosenMetadata(",
+        "        step.left.append(",
+        "        step.left.insert(0, step.left[0]) if step.left else step.left.append(",
         "test_chosen_keys",
         is_later=True,
     ),

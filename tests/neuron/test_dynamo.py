@@ -49,6 +49,16 @@ def test_the_kit_holds() -> None:
     assert results == ["passes"] * 5, run.stdout[-8000:]
 
 
+@in_the_newest_lane
+def test_what_indexers_choose() -> None:
+    """Layers of GLM-5 and MiniMax M3: tokens are the reference's, and nothing is compiled after warm-up."""
+    sizes = FEW_SIZES | {"num_seqs_buckets": [4], "context_length_buckets": [160], "compile_backend": "aot_eager"}
+    rows = "test_chosen_keys_in_mixed_batches or test_chosen_blocks_in_mixed_batches"
+    run = run_kit({"additional_config": {"neuron_config": sizes}}, "-k", rows)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    assert re.findall(r" {2,}(passes|FAILS|not supported)", run.stdout) == ["passes"] * 2, run.stdout[-8000:]
+
+
 @pytest.mark.full
 @in_the_newest_lane
 def test_a_copy_to_the_host_that_is_forgotten(tmp_path: Path) -> None:
