@@ -89,3 +89,13 @@ def test_without_seed(text_engine: Start) -> None:
     for number, tokens_of_one in enumerate(results):
         first = results.index(tokens_of_one)
         assert first == number, f"request {number} of 6 without a seed has the tokens of request {first}"
+
+
+def test_each_bit(text_engine: Start) -> None:
+    """Seeds that differ in one bit, any of their 64, draw other tokens."""
+    (prompt,) = random_prompts(74, [5])
+    seeds = [0, *(1 << bit for bit in range(63)), -(1 << 63)]
+    results = tokens(text_engine(), [Request(prompt, sampled(12, temperature=2.0, seed=seed)) for seed in seeds])
+    for number, output in enumerate(results):
+        first = results.index(output)
+        assert first == number, f"seed {seeds[number]} has the tokens of seed {seeds[first]}: its bits are not all read"
