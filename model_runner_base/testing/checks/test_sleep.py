@@ -19,7 +19,7 @@ COUNT = 20
 @pytest.mark.parametrize("drafts", [None, "same"], ids=["alone", "with drafts"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(level: int, drafts: str | None, engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """Engines have the same weights and tokens after sleep, at level 2 with a reload, and accept as many drafts."""
+    """Engines have the same tokens after sleep, at level 2 with a reload, and accept as many drafts."""
     config = None if drafts is None else speculation(drafts, text_model)
     num_bytes = cache_bytes(text_model.path, 1024)
     options = {"speculative_config": config, "kv_cache_memory_bytes": num_bytes}
