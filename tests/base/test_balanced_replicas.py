@@ -49,7 +49,7 @@ def urls(model: TinyModel) -> Iterator[list[str]]:
 
 @pytest.mark.newest
 def test_each_server_has_the_tokens_of_one_engine(urls: list[str], model: TinyModel) -> None:
-    """Each answers by its own replica; when one ends, the other one serves on."""
+    """Tokens of either server; when one has ended, the other one serves on."""
     tokens = expected(model, PROMPTS, COUNT)
     for url in urls:
         assert [ask(url, prompt, url, COUNT, temperature=0) for prompt in PROMPTS] == tokens

@@ -54,8 +54,8 @@ class RequestFailures(StepHooks):
             )
             self.max_model_len = longest
         self._too_long = partial(too_long_reason, longest=at_once, num_sampled=num_sampled_tokens(self))
-        self._cannot_resume: dict[str, None] = {}
-        """Ids of preempted requests that are too long to be computed again."""
+        self._cannot_resume: dict[str, str] = {}
+        """Errors of preempted requests that are too long to be computed again, by id."""
         if not num_sampled_tokens(self) and not hasattr(self, "num_sampled_tokens_per_step"):
             self.max_model_len += 1  # Some releases leave a place for an output token in every prompt that is cut.
 
@@ -131,14 +131,17 @@ class RequestFailures(StepHooks):
         if self._too_long(request.num_tokens - num_sampled_tokens(self)) is not None:
             if not self._cannot_resume:
                 self.before_schedule.append(self._end_long_requests)
-            self._cannot_resume[request.request_id] = None
+            self._cannot_resume[request.request_id] = (
+                f"the request was preempted at {request.num_tokens} tokens, and the KV cache has too few blocks to "
+                "compute them again: raise num_gpu_blocks_override or kv_cache_memory_bytes, or lower "
+                "max_num_batched_tokens"
+            )
 
     def _end_long_requests(self) -> None:
-        """Ends requests that cannot be resumed as if their longest length was reached."""
-        for req_id in self._cannot_resume:
+        """Ends requests that cannot be resumed with an error."""
+        for req_id, reason in self._cannot_resume.items():
             if (request := self.requests.get(req_id)) is not None:
-                self.finish_requests(req_id, RequestStatus.FINISHED_LENGTH_CAPPED)
-                self._give(request, EngineCoreOutput(req_id, [], finish_reason=FinishReason.LENGTH))
+                self._fail(request, reason)
         self._cannot_resume.clear()
 
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
@@ -184,11 +187,7 @@ class RequestFailures(StepHooks):
 
     def _report(self, request: Request, reason: str) -> None:
         logger.error("Request %s ended with an error: %s", request.request_id, reason)
-        error = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-        self._give(request, error)
-
-    def _give(self, request: Request, output: EngineCoreOutput) -> None:
-        """Puts the last output of a request that has ended among those of the next step."""
+        output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
         self.after_update.append(partial(_hand_over, request.client_index, output))
         # So that there is a next step, even if nothing is scheduled any more.
         self.finished_req_ids.add(request.request_id)
