@@ -1,4 +1,4 @@
-"""A request that fails while a step is prepared."""
+"""Requests that fail while a step is prepared."""
 
 from typing import Any
 

@@ -1,9 +1,6 @@
 """Ranks that keep a part of each request's positions (decode context parallelism): the tokens are those of one."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +16,8 @@ from counts import examples
 from greedy import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+from lane import HAS_OPENXLA
+from scripts import results_of
 
 from model_runner_base.attention import decode_context
 from model_runner_base.attention.decode_context import ContextBackend, ContextImpl, ContextPart
@@ -45,16 +43,8 @@ def test_tokens_of_parts_are_those_of_the_whole(tiny_model: Callable[[str], Tiny
     """
     model = tiny_model("gemma")
     interleave = "8" if HAS_OPENXLA else "1"
-    out = subprocess.run(
-        [sys.executable, SCRIPT, model.path, json.dumps(PROMPTS), str(COUNT), interleave],
-        env=os.environ | WITH_PLAIN_PLATFORM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
-    results = json.loads(lines[0].removeprefix("RESULT "))
+    args = model.path, json.dumps(PROMPTS), COUNT, interleave
+    results = results_of(SCRIPT, *args, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout=1800)["RESULT"]
     want = expected(model, PROMPTS, COUNT)
     for run in ("first", "cached", "reset"):
         assert results[run] == want, run

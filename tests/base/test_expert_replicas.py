@@ -3,10 +3,7 @@
 Two processes run the engines of all models in turn, each its own replica of them. Experts are whole, or cut.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +12,8 @@ import pytest
 import replicated_engine
 import torch
 from conftest import engine
-from lane import HAS_OPENXLA, ROOT, WITH_PLAIN_PLATFORM
+from lane import HAS_OPENXLA, ROOT
+from scripts import results_of
 from torch.multiprocessing.spawn import spawn
 from vllm.utils.network_utils import get_open_port
 
@@ -124,16 +122,8 @@ def test_a_server_whose_replicas_pause_fail_and_stay_away(tmp_path: Path) -> Non
     model = TinyModel(tmp_path / "qwen3-moe")
     # Functions go to the workers; a replica waits long enough for a loaded machine.
     env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "25"}
-    out = subprocess.run(
-        [sys.executable, replicated_engine.__file__, model.path, "1"],
-        env=os.environ | WITH_PLAIN_PLATFORM | env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
-    results = json.loads(lines[0].removeprefix("RESULT "))
+    found = results_of(replicated_engine.__file__, model.path, 1, env=env)
+    results, output = found["RESULT"], found["OUTPUT"]
     for name in ("first", "second", "both", "any", "beside", "paused"):
         check_equal(model, replicated_engine.PROMPTS, results[name], replicated_engine.COUNTS)
     failed, after = results["alone"]
@@ -141,7 +131,7 @@ def test_a_server_whose_replicas_pause_fail_and_stay_away(tmp_path: Path) -> Non
     check_equal(model, prompts, [after, results["late"]], [replicated_engine.COUNTS[index] for index in (4, 2)])
     assert {failed, *results["failed"]} == {f"IndexError: nothing at {replicated_engine.SEED}"}
     assert results["stays away"] == "EngineDeadError"
-    assert "another replica did not join a step within 25 s" in out.stdout + out.stderr
+    assert "another replica did not join a step within 25 s" in output
 
 
 def test_each_architecture_that_is_served_was_compared() -> None:

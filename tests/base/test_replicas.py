@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -12,7 +9,8 @@ from typing import Any
 
 import pytest
 from greedy import expected
-from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+from lane import HAS_OPENXLA
+from scripts import results_of
 from vllm.config import ParallelConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -88,17 +86,11 @@ def test_replicas_have_the_tokens_of_one_engine(
     """
     model, script = tiny_model("llama"), tmp_path_factory.mktemp("script") / "replicas.py"
     script.write_text(RUN)
-    out = subprocess.run(
-        [sys.executable, script, model.path, json.dumps(PROMPTS), str(COUNT)],
-        env=os.environ | WITH_PLAIN_PLATFORM | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    said = dict(line.split(" ", 1) for line in out.stdout.splitlines() if line.startswith(("RESULT ", "KILLED ")))
-    assert len(said) == 2, out.stdout[-3000:] + out.stderr[-3000:]
-    assert json.loads(said["RESULT"]) == 3 * expected(model, PROMPTS, COUNT)
-    killed = json.loads(said["KILLED"])
+    args = model.path, json.dumps(PROMPTS), COUNT
+    env = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    said = results_of(script, *args, env=env, names=("RESULT", "KILLED"))
+    assert said["RESULT"] == 3 * expected(model, PROMPTS, COUNT)
+    killed = said["KILLED"]
     assert killed["errors"] == 2 * ["EngineDeadError"]
     assert killed["is_other_there"] or HAS_OPENXLA
     # A forked replica would share the signals of its server.

@@ -1,9 +1,5 @@
 """Stages of a pipeline: two processes, each with half of the layers, have the tokens of one."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+from lane import HAS_OPENXLA
+from scripts import results_of
 from staged_engine import FAILING, SEED
 from vllm import SamplingParams
 
@@ -38,16 +35,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Callable[[str], TinyModel]) -> Mapping[str, Any]:
-    out = subprocess.run(
-        [sys.executable, SCRIPT, tiny_model("llama").path, "1"],
-        env=os.environ | WITH_PLAIN_PLATFORM | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
-    found: Mapping[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    found: Mapping[str, Any] = results_of(SCRIPT, tiny_model("llama").path, 1, env=ENVIRONMENT)["RESULT"]
     return found
 
 

@@ -8,17 +8,17 @@ from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from conftest import engine
+from ray_cluster import engine_by_ray
 from vllm import LLM, envs
 from vllm.config import ParallelConfig
 from vllm.ray.ray_env import get_env_vars_to_copy
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
-from model_runner_base.testing.engine import core_of, generate, greedy, sampled, tokens_of
+from model_runner_base.testing.engine import generate, greedy, sampled, tokens_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 from neuron_runner import environment, ray_setup
@@ -36,32 +36,10 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def pair(model: TinyModel) -> Iterator[LLM]:
-    """An engine of two workers, in a cluster that it starts for itself. No process of it outlives the tests."""
-    variables = {
-        "RAY_ADDRESS": "local",  # Whatever cluster runs here already.
-        "RAY_AUTH_MODE": "disabled",  # Else Ray writes a token into the home folder.
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "120",
-        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 1, "object_store_memory": 100_000_000}),
-    }
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    buckets = {"neuron_config": FEW_BUCKETS}
-    others = set(psutil.Process().children())
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        try:
-            with engine(model.path, **options, max_model_len=128, additional_config=buckets) as llm:
-                started = [
-                    process
-                    for child in set(psutil.Process().children()) - others
-                    for process in (child, *child.children(recursive=True))
-                ]
-                yield llm
-                core_of(llm).shutdown()  # Left to Python, it would come after Ray's end, and start it again.
-        finally:
-            ray.shutdown()
-    assert started and not psutil.wait_procs(started, timeout=30)[1]
+    """An engine of two workers."""
+    options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"neuron_config": FEW_BUCKETS}}
+    with engine_by_ray(model.path, {}, {}, **options) as llm:
+        yield llm
 
 
 def test_requests_are_answered_as_by_the_reference_on_every_rank(pair: LLM, model: TinyModel) -> None:
