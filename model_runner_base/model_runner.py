@@ -329,11 +329,11 @@ class ModelRunnerBase:
 
     def _end_without_tokens(self, scheduler_output: SchedulerOutput) -> Output | None:
         """Ends a step that has no tokens, or none that are left since all of its requests have failed."""
-        components, have_failed = self.parts.components, scheduler_output.total_num_scheduled_tokens
-        if have_failed:
+        components, num_scheduled = self.parts.components, scheduler_output.total_num_scheduled_tokens
+        if num_scheduled:
             components.run_idle()
         output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, components.end_step(None))
-        if not have_failed or self.parts.head.answers_at_once:
+        if not num_scheduled or self.parts.head.answers_at_once:
             return output
         self.pending = lambda grammar_output: output
         return None

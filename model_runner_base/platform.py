@@ -66,7 +66,7 @@ class PagedPlatform(Platform):
 
     serves_expert_replicas = False
     """Whether replicas can share experts (``models/layers/expert_exchange.py``). A device says so whose steps run
-    eagerly, with collectives among its operations."""
+    eagerly, with collectives among its operations, and whose estimate of a step's memory takes ``num_replicas``."""
 
     serves_decode_context = False
     """Whether ranks can keep a part of each request's keys (``decode_context_parallel_size``). A device says so whose

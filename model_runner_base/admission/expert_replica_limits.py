@@ -20,7 +20,7 @@ REPLICATED = (
 def check_expert_replicas(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for what replicas that share experts are not served with."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    alone = "use data_parallel_size=1, or a server for each replica"
+    alone = "use data_parallel_size=1, in several servers if need be"
     refusals = {
         f"{model.architecture} has experts, which replicas share, and that does not run on this device yet: {alone}": (
             not getattr(current_platform, "serves_expert_replicas", False)

@@ -215,7 +215,8 @@ def _check_stages(vllm_config: VllmConfig) -> None:
             parallel.distributed_executor_backend not in ("mp", "ray")
             or (parallel.distributed_executor_backend == "ray" and not RAY_CALLS_WORKERS)
         ),
-        "pipeline stages run on one host alone: use nnodes=1": setting(parallel, "nnodes", 1) > 1,
+        "mp starts pipeline stages on one host alone: use nnodes=1, or distributed_executor_backend=ray where this "
+        "release has stages by Ray": setting(parallel, "nnodes", 1) > 1,
         "KV connectors are not supported with pipeline stages yet: leave out kv_transfer_config and "
         "kv_offloading_size": asks_for_connector(vllm_config),
         "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
@@ -262,7 +263,9 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         ),
         f"{model and model.architecture} has experts, which replicas share under one server: leave out "
         "data_parallel_rank, data_parallel_size_local and options of external and hybrid load balancing": (
-            model and model.is_moe and is_balanced_elsewhere
+            model
+            and model.is_moe
+            and (is_balanced_elsewhere or parallel.data_parallel_size_local != parallel.data_parallel_size)
         ),
         "a server would not see the end of a replica on another host: start a server on each host, with "
         "data_parallel_start_rank and data_parallel_size_local of its own replicas, and leave out headless": (

@@ -71,7 +71,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     if vllm_config.parallel_config.data_parallel_size > 1 and not use_plain_layers:
         raise UnsupportedConfigError(
             "replicas share experts that run in plain torch, which this device does not use: use data_parallel_size=1, "
-            "or a server for each replica"
+            "in several servers if need be"
         )
     # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
     # these.

@@ -15,6 +15,7 @@ from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.pipeline_stages import received_at_profile
 from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.inputs.embeddings import profile_inputs
+from model_runner_base.models.layers.expert_exchange import agree_at_profile
 from model_runner_base.runner.background import SizeRuns
 from model_runner_base.runner.wiring import Runner
 from model_runner_base.step.call import ModelResults
@@ -38,6 +39,7 @@ def profile_largest_step(runner: Runner) -> None:
         override_forward_context(create_forward_context(None, runner.vllm_config)),
         runner.adapters.unused(num_tokens, num_logits),
     ):
+        agree_at_profile(runner.model, num_tokens)
         received = received_at_profile(runner.vllm_config, runner.model, num_tokens, token_ids.device)
         output = runner.model(**profile_inputs(runner.model_config, runner.model, token_ids, received))
         if not decodes or isinstance(output, IntermediateTensors):

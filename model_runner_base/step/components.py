@@ -59,7 +59,7 @@ class StepComponent:
         return NO_FIELDS
 
     def run_idle(self) -> None:
-        """Called in place of a step that has requests on another replica alone, or whose requests have all failed."""
+        """Called in place of a step while only other replicas have requests, or if all its requests have failed."""
 
     def read_output(self, batch: InputBatch, output: Any) -> None:
         """Called with the ``ModelRunnerOutput`` of a step with tokens, if each is read before the next one."""

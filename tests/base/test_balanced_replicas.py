@@ -62,13 +62,15 @@ def test_a_server_knows_its_own_replicas_alone(num_local: int, rank: int) -> Non
     """Replicas count from the first device that their server sees, and none waits for another server's."""
     mode = "data_parallel_external_lb" if num_local == 1 else "data_parallel_hybrid_lb"
     options = {"data_parallel_size_local": num_local, "data_parallel_rank": rank, mode: True}
-    parallel = ParallelConfig(data_parallel_size=4, data_parallel_master_ip="10.77.0.1", **options)
+    hosts = {"nnodes": 4 // num_local, "node_rank": rank // num_local}
+    parallel = ParallelConfig(data_parallel_size=4, data_parallel_master_ip="10.77.0.1", **options, **hosts)
     note_local_replicas(parallel)
     serve_own_replicas_alone(parallel)
     alone = ParallelConfig(data_parallel_size=num_local, data_parallel_size_local=num_local)
     names = ("size", "size_local", "rank", "index", "external_lb", "hybrid_lb", "master_ip", "rank_local")
     found, usual = ([getattr(each, f"data_parallel_{name}") for name in names] for each in (parallel, alone))
     assert found == usual
+    assert (parallel.nnodes, parallel.node_rank) == (1, 0)
     assert num_local_replicas(parallel) == num_local
     worker = SimpleNamespace(parallel_config=parallel, local_rank=0)
     for index in range(num_local):

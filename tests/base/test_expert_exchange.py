@@ -72,6 +72,7 @@ def run_replica(rank: int, port: int, directory: Path) -> None:
     (directory / "left").touch()
     # A fault: a replica pads its tokens to another number than the others.
     exchange.agree(4)
+    (directory / f"agreed-{rank}").touch()
     exchange._num_padded += rank
     run(None, *(value[:1].repeat(4, 1) for value in tokens(rank, 0)))
     (directory / f"ran-{rank}").touch()
@@ -81,7 +82,8 @@ def test_sums_are_those_of_all_experts_and_faults_are_noticed(tmp_path: Path) ->
     """A replica that stays away is an error, and one with another number of tokens ends the others."""
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):
         spawn(run_replica, (get_open_port(), tmp_path), nprocs=2)
-    assert (tmp_path / "left").exists() and not list(tmp_path.glob("ran-*"))
+    assert (tmp_path / "left").exists() and len(list(tmp_path.glob("agreed-*"))) == 2
+    assert not list(tmp_path.glob("ran-*"))
     for rank in range(2):
         results = torch.load(tmp_path / f"results-{rank}")
         for index, result in enumerate(results):

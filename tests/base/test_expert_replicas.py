@@ -79,6 +79,7 @@ def serve_replica(rank: int, ports: Sequence[int], directory: Path) -> None:
             again = answers[-1]
             if case.name == "qwen3-moe" and not (HAS_OPENXLA and case.is_whole):
                 llm.collective_rpc("reload_weights")
+                runner_of(llm).profile_step()  # As a device that measures its peak does.
                 llm.reset_prefix_cache()
                 again = tokens_of(generate(llm, prompts, greedy(counts[0])))
             layer = next(layer for _, layer in experts_layers(runner_of(llm).get_model()))

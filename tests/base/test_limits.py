@@ -301,6 +301,8 @@ def test_experts_are_shared_under_one_server(monkeypatch: pytest.MonkeyPatch) ->
     config: Any = deepcopy(SERVED)
     config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_external_lb = 2, True
     check_refused(config, "model_config.is_moe", True, "has experts, which replicas share under one server: leave out")
+    config.parallel_config.data_parallel_external_lb, config.parallel_config.data_parallel_size_local = False, 1
+    check_refused(config, "model_config.is_moe", True, "has experts, which replicas share under one server: leave out")
 
 
 @pytest.mark.parametrize(

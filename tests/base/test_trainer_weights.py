@@ -38,6 +38,7 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.quantized import write_checkpoints
 from model_runner_base.testing.weights import other_weights
 from model_runner_base.vllm_compat.patches import worker_answers
+from model_runner_base.vllm_compat.probes.config import note_local_replicas
 from model_runner_base.vllm_compat.types import weight_transfer
 
 PROMPTS = random_prompts(20, [5, 30, 70])
@@ -277,7 +278,9 @@ def test_answers_name_the_weights_that_they_are_of(trainer: Trainer, old: TinyMo
 
 def test_a_worker_takes_its_own_part() -> None:
     infos = [{"part": index} for index in range(4)]
-    parallel = SimpleNamespace(data_parallel_index=1, data_parallel_size=2, world_size=2, rank=1)
+    parallel: Any = SimpleNamespace(data_parallel_index=1, data_parallel_size=2, data_parallel_size_local=2)
+    note_local_replicas(parallel)
+    parallel.data_parallel_size, parallel.world_size, parallel.rank = 1, 2, 1  # As in the process of a replica.
     config: Any = SimpleNamespace(parallel_config=parallel)
     assert weight_transfer.info_of_rank(infos, config) == {"part": 3}
     assert weight_transfer.info_of_rank({"part": 9}, config) == {"part": 9}

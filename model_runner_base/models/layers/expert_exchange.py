@@ -7,7 +7,8 @@ part of the experts on them, and each replica gets the sum for its own tokens. v
 tensor parallelism, as it does without replicas.
 
 The replicas therefore run together. Before a run they agree on its number of tokens, to which each pads its own. A
-replica without tokens runs padding. An exchange keeps nothing, so tokens do not depend on which runs meet.
+replica without tokens runs padding. No state is kept from one run to the next, so tokens do not depend on which runs
+meet.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,8 @@ class ExpertExchange:
         self._timeout: timedelta | None = None
 
     def meet(self) -> None:
-        """Waits until all replicas are here, however long they load; from now on a run waits for a limited time."""
+        """Waits until all replicas are here, as long as the process group allows; from now on a run waits for
+        ``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``."""
         self.agree(0)
         self._timeout = timedelta(seconds=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 
@@ -58,15 +60,15 @@ class ExpertExchange:
             work: Any = dist.all_reduce(most, dist.ReduceOp.MAX, get_dp_group().cpu_group, async_op=True)
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
-            seconds = "" if self._timeout is None else f" within {self._timeout.total_seconds():g} s"
-            raise ReplicaError(
-                f"another replica did not join a step{seconds}, or has ended: its log may say why"
-            ) from error
+            missed = "did not finish loading"
+            if self._timeout is not None:
+                missed = f"did not join a step within {self._timeout.total_seconds():g} s"
+            raise ReplicaError(f"another replica {missed}, or has ended: its log may say why") from error
         self._num_tokens, self._num_padded = num_tokens, int(most)
 
     def around(self, run: RunExperts) -> RunExperts:
-        """Returns ``run`` on the tokens of all replicas; its result are the sums over all of their ranks that are not
-        ranks of one replica."""
+        """Returns ``run`` on the tokens of all replicas. The result is summed over replicas, not over the ranks of
+        one."""
 
         def run_all(layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             num_tokens = len(hidden)
@@ -100,6 +102,13 @@ class ExpertReplica(StepComponent):
 
     def warm_up(self) -> None:
         self._exchange.meet()
+
+
+def agree_at_profile(model: nn.Module, num_tokens: int) -> None:
+    """Agrees on the tokens of a profiled run, if the model shares experts with replicas, which profile as well."""
+    exchange = getattr(model, EXCHANGE, None)
+    if exchange is not None:
+        exchange.agree(num_tokens)
 
 
 def expert_replicas(model: nn.Module, run_padding: Callable[[], Any]) -> list[StepComponent]:

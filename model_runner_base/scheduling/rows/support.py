@@ -47,6 +47,7 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         not in (HybridKVCacheCoordinator, UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
         "layers of other kinds than full attention and sliding windows": kinds
         - {FullAttentionManager, SlidingWindowManager, StateManager},
+        "a model without attention": not attention,
         # A state of recurrent layers never grows, unless it is kept for prefixes.
         "prefixes of recurrent layers": StateManager in kinds and type(manager.coordinator) is HybridKVCacheCoordinator,
         "recurrent layers in a model with several groups of attention": StateManager in kinds and len(attention) != 1,

@@ -13,15 +13,32 @@ from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 IsOurs = Callable[[Any], bool]
 """Function of an engine's ``VllmConfig``: whether the engine is of this library."""
+OURS = "is_of_this_library"
+"""Attribute of the manager of the processes of an engine of this library."""
 
 
 def give_errors_at_once(is_ours: IsOurs) -> None:
     """Has clients get an error as soon as an engine core has ended, and when their front end ends."""
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import MPClient
     from vllm.v1.engine.utils import CoreEngineProcManager
 
+    wrap_once(MPClient, "start_engine_core_monitor", lambda start: _marking_ours(start, is_ours))
     wrap_once(CoreEngineProcManager, "monitor_engine_liveness", _ending_others_meanwhile)
     wrap_once(AsyncLLM, "shutdown", lambda shutdown: _ending_requests(shutdown, is_ours))
+
+
+def _marking_ours(start: Any, is_ours: IsOurs) -> Any:
+    """Wraps the method that starts to watch engine cores, and marks the manager of an engine of this library."""
+
+    @wraps(start)
+    def start_marked(self: Any) -> None:
+        manager = self.resources.engine_manager
+        if manager is not None and is_ours(self.vllm_config):
+            setattr(manager, OURS, True)
+        start(self)
+
+    return start_marked
 
 
 def _ending_others_meanwhile(monitor: Any) -> Any:
@@ -29,6 +46,9 @@ def _ending_others_meanwhile(monitor: Any) -> Any:
 
     @wraps(monitor)
     def watch(self: Any) -> None:
+        if not hasattr(self, OURS):
+            monitor(self)
+            return
         end, watcher = self.shutdown, threading.get_ident()
 
         def end_meanwhile(timeout: float | None = None) -> None:

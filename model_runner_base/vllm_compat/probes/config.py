@@ -156,7 +156,10 @@ def serve_own_replicas_alone(parallel_config: Any) -> None:
     is_balanced = parallel_config.data_parallel_external_lb or parallel_config.data_parallel_hybrid_lb
     if parallel_config.is_moe_model or not is_balanced:
         return
+    # Hosts of one replica, which both follow from the number of replicas that the server knows of.
+    num_hosts, host = parallel_config.nnodes_within_dp, parallel_config.node_rank_within_dp
     parallel_config.data_parallel_size = parallel_config.data_parallel_size_local
+    parallel_config.nnodes, parallel_config.node_rank = num_hosts, host
     parallel_config.data_parallel_rank = parallel_config.data_parallel_index = 0
     parallel_config.data_parallel_external_lb = parallel_config.data_parallel_hybrid_lb = False
     if parallel_config.data_parallel_size == 1:

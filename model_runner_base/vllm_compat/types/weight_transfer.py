@@ -12,6 +12,8 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from model_runner_base.vllm_compat.probes.config import num_local_replicas
+
 HAS_SESSIONS = hasattr(WeightTransferEngine, "start_weight_update")
 """Whether an update is a session of several calls. Otherwise ``update_weights`` is all of it."""
 WRITING_BACKENDS = ("sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
@@ -105,7 +107,8 @@ def info_of_rank(update_info: dict[str, Any] | Sequence[dict[str, Any]], vllm_co
     if isinstance(update_info, dict):
         return update_info
     parallel = vllm_config.parallel_config
-    num_workers = parallel.data_parallel_size * parallel.world_size
+    # The process of a replica without shared experts has a config that names no other replica.
+    num_workers = max(parallel.data_parallel_size, num_local_replicas(parallel)) * parallel.world_size
     if len(update_info) != num_workers:
         raise ValueError(f"update_info has {len(update_info)} parts, and must have {num_workers}, one a worker")
     return update_info[global_rank(vllm_config.parallel_config)]
