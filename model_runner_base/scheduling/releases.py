@@ -89,6 +89,13 @@ def num_in_flight(request: Request) -> int:
     return getattr(request, "num_in_flight_tokens", 0)
 
 
+def num_batches(scheduler: Scheduler) -> int:
+    """Largest number of steps in flight."""
+    config = scheduler.vllm_config
+    is_async = config.scheduler_config.async_scheduling
+    return getattr(config, "max_concurrent_batches", max(config.parallel_config.pipeline_parallel_size, 1 + is_async))
+
+
 def unserved_features(scheduler: Scheduler, is_ours: bool) -> dict[str, Any]:
     """Features of some releases that rows do not serve, each with whether the scheduler has it.
 

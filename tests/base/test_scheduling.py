@@ -98,6 +98,22 @@ def test_rows_of_requests_with_adapters(is_async: bool) -> None:
     assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
 
 
+def test_priorities_where_requests_need_blocks_in_several_groups() -> None:
+    """An important request takes the blocks of one in a row, in the same step as vLLM's."""
+    for num_blocks in range(12, 40):
+        setting = Setting(
+            False, False, "priority", num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=24, windows=(64, 64)
+        )
+        pair = Pair(setting, Habits(0, 0, 0, 0, 0, 0, sessions=0, drains=0, shuffles=0), seed=1)
+        params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+        for number, (length, priority) in enumerate([(20, 2), (100, 0)]):
+            options = {"priority": priority, "arrival_time": float(number)}
+            pair._add(Asked(str(number), list(range(length)), params, options))
+            pair.num_requests += 1
+            for _ in range(2 + 10 * number):
+                pair.step()
+
+
 class RowsAlone(RowSteps, AsyncScheduler):
     least_rows = 1
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.releases import ends_failed_grammars
+from model_runner_base.scheduling.releases import FREES_BY_TOKENS_READ, ends_failed_grammars, num_batches
 from model_runner_base.scheduling.state_group import StateSpec
 from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
@@ -25,6 +25,7 @@ logger = init_logger(__name__)
 
 MAX_ENDED = 4_096
 """Number of ended sessions that are remembered, since input for them may be under way."""
+MORE_BLOCKS = "raise num_gpu_blocks_override or kv_cache_memory_bytes, or lower max_num_batched_tokens"
 
 
 class RequestFailures(StepHooks):
@@ -53,9 +54,17 @@ class RequestFailures(StepHooks):
                 self.max_model_len,
             )
             self.max_model_len = longest
+        if at_once < self.max_model_len:
+            logger.warning(
+                "The KV cache has blocks for %d tokens of a request at once: longer prompts are refused. Outputs go on "
+                "to %d tokens, but a request that is preempted beyond the first number ends with an error.",
+                at_once,
+                self.max_model_len,
+            )
         self._too_long = partial(too_long_reason, longest=at_once, num_sampled=num_sampled_tokens(self))
-        self._cannot_resume: dict[str, str] = {}
-        """Errors of preempted requests that are too long to be computed again, by id."""
+        self._preempted: list[Request] = []
+        """Requests that were preempted, where one may be too long to be computed again."""
+        self._may_not_resume = at_once < self.max_model_len
         if not num_sampled_tokens(self) and not hasattr(self, "num_sampled_tokens_per_step"):
             self.max_model_len += 1  # Some releases leave a place for an output token in every prompt that is cut.
 
@@ -82,7 +91,7 @@ class RequestFailures(StepHooks):
     def _num_ahead_of_window(self) -> int:
         """Number of tokens beyond a window of keys that a decoding request holds blocks for, less one."""
         num_new = 1 + self.num_spec_tokens + self.num_lookahead_tokens
-        return num_new * (2 if self.scheduler_config.async_scheduling else 1) - 1  # A step may be in flight.
+        return num_new * num_batches(self) - 1
 
     def _watch_grammar(self, request: Request) -> None:
         """Makes a grammar that does not compile end its request alone, as newer releases do by themselves.
@@ -125,24 +134,26 @@ class RequestFailures(StepHooks):
     # ---- In a step ----
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Notes a request that decodes within windows, but that a resumption would have to compute in larger chunks
-        than the cache has blocks for."""
         super()._preempt_request(request, *args, **kwargs)
-        if self._too_long(request.num_tokens - num_sampled_tokens(self)) is not None:
-            if not self._cannot_resume:
+        if self._may_not_resume:
+            if not self._preempted:
                 self.before_schedule.append(self._end_long_requests)
-            self._cannot_resume[request.request_id] = (
-                f"the request was preempted at {request.num_tokens} tokens, and the KV cache has too few blocks to "
-                "compute them again: raise num_gpu_blocks_override or kv_cache_memory_bytes, or lower "
-                "max_num_batched_tokens"
-            )
+            self._preempted.append(request)
 
     def _end_long_requests(self) -> None:
-        """Ends requests that cannot be resumed with an error."""
-        for req_id, reason in self._cannot_resume.items():
-            if (request := self.requests.get(req_id)) is not None:
-                self._fail(request, reason)
-        self._cannot_resume.clear()
+        """Ends requests with an error that decoded within windows, and would now be computed in chunks that the cache
+        has too few blocks for. Tokens in flight may still make one too long, so each is watched until it runs."""
+        waiting = [each for each in self._preempted if each.status == RequestStatus.PREEMPTED]
+        long = [each for each in waiting if self._too_long(each.num_tokens) is not None]
+        for request in long:
+            self._fail(
+                request,
+                f"the request was preempted at {request.num_tokens} tokens, and the KV cache has too few blocks to "
+                f"compute them again: {MORE_BLOCKS}",
+            )
+        self._preempted = [each for each in waiting if each not in long]
+        if self._preempted:
+            self.after_schedule.append(lambda step: self.before_schedule.append(self._end_long_requests))
 
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """Ends the requests that ``errors`` of the runner's output names."""
@@ -221,8 +232,8 @@ def too_long_reason(num_tokens: int, longest: int, num_sampled: int) -> str | No
         return None
     fits = "and one output token do not fit" if num_sampled else "does not fit"
     return (
-        f"a prompt of {num_tokens} tokens {fits} the {longest} tokens that a request can have here: shorten it, or "
-        "raise max_model_len, num_gpu_blocks_override or kv_cache_memory_bytes"
+        f"a prompt of {num_tokens} tokens {fits} the {longest} tokens that a request can have here at once: shorten "
+        f"it, or raise max_model_len, or {MORE_BLOCKS}"
     )
 
 
@@ -234,9 +245,12 @@ def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int, num_
 
     The last token is sampled but never computed, unless the model pools. Drafts after it are computed, so they need
     blocks. ``num_ahead`` is the number of tokens after a window that need blocks at a time, less one; None: those of
-    the largest chunk.
+    the largest chunks that may be in flight.
     """
-    num_ahead_of_window = scheduler.scheduler_config.max_num_batched_tokens if num_ahead is None else num_ahead
+    num_ahead_of_window = num_ahead
+    if num_ahead_of_window is None:
+        num_chunks = num_batches(scheduler) if FREES_BY_TOKENS_READ else 1
+        num_ahead_of_window = num_chunks * scheduler.scheduler_config.max_num_batched_tokens
     num_sampled = num_sampled_tokens(scheduler)
     num_drafts = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
     low, high = 0, scheduler.max_model_len

@@ -131,7 +131,7 @@ class RowSteps(StepHooks):
         if self.policy == SchedulingPolicy.PRIORITY:
             # vLLM may preempt a request in a row to run another one.
             num_others = len(self.running) - num_rows
-            if num_others and num_free < budget // rows.block_size + num_others:
+            if num_others and num_free < rows.num_growing * (budget // rows.block_size + num_others):
                 return None
         return events
 
