@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -291,7 +292,7 @@ class TokensHome(StepComponent):
             sampled = np.flatnonzero(batch.is_sampled)
             rows, positions = np.full(size, size), np.zeros(size, np.int64)  # The padding row is the one after all.
             rows[sampled], positions[sampled] = batch.rows[sampled], batch.seq_lens[sampled]
-            req_ids = frozenset(batch.req_ids[index] for index in sampled.tolist())
+            req_ids = frozenset(compress(batch.req_ids, batch.is_sampled))
             tokens = torch.empty(size, dtype=torch.int32)
             wait = self._link.begin_to_receive(self._link.count - 1, TOKENS, tokens)
             self._expected.append(Expected(req_ids, rows, positions, tokens, wait))

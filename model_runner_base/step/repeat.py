@@ -171,16 +171,18 @@ class RepeatRing(Repeat):
             each.stop()
 
     def rows_of(self, req_ids: Sequence[str]) -> list[int] | None:
-        found = (each.rows_of(req_ids) for each in self._remembered)
-        return next((rows for rows in found if rows is not None), None)
+        for each in self._remembered:
+            if (rows := each.rows_of(req_ids)) is not None:
+                return rows
+        return None
 
     def advance(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
-        found = (each.advance(schedule) for each in self._remembered)
-        advanced = next((step for step in found if step is not None), None)
-        if advanced is not None:
-            # Rows of the other batches are idle in this step, and must not be taken for those of paused requests.
-            self._requests.note_step(advanced[0].rows)
-        return advanced
+        for each in self._remembered:
+            if (advanced := each.advance(schedule)) is not None:
+                # Rows of the other batches are idle in this step, and must not be taken for those of paused requests.
+                self._requests.note_step(advanced[0].rows)
+                return advanced
+        return None
 
 
 def make_repeat(requests: RequestStates, agree: SizeDoor, agrees: bool, num_in_flight: int = 1) -> Repeat:
