@@ -299,10 +299,12 @@ def test_experts_are_shared_under_one_server(monkeypatch: pytest.MonkeyPatch) ->
     platform = SimpleNamespace(serves_replicas=True, serves_expert_replicas=True)
     monkeypatch.setattr(limits, "current_platform", platform)
     config: Any = deepcopy(SERVED)
-    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_external_lb = 2, True
-    check_refused(config, "model_config.is_moe", True, "has experts, which replicas share under one server: leave out")
-    config.parallel_config.data_parallel_external_lb, config.parallel_config.data_parallel_size_local = False, 1
-    check_refused(config, "model_config.is_moe", True, "has experts, which replicas share under one server: leave out")
+    config.parallel_config.data_parallel_size, config.model_config.is_moe = 2, True
+    for name, value in (("data_parallel_external_lb", True), ("data_parallel_size_local", 1)):
+        balanced = deepcopy(config)
+        setattr(balanced.parallel_config, name, value)
+        with pytest.raises(UnsupportedConfigError, match="has experts, which replicas share under one server: leave"):
+            check_config(balanced)
 
 
 @pytest.mark.parametrize(
