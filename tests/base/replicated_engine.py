@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+from staged_engine import SEED, fail_admission
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,21 +19,6 @@ from model_runner_base.testing.cases import random_prompts
 PROMPTS = random_prompts(137, [1, 90, 33, 130, 5, 70])
 COUNTS = [30, 4, 12, 20, 9, 17]
 """Numbers of tokens of the prompts: requests end at other steps on each replica."""
-SEED = 13
-"""Seed of requests that fail."""
-
-
-def fail_admission(worker: Any) -> None:
-    """Has the runner fail to admit requests with ``SEED``."""
-    head = worker.model_runner.parts.head
-    admit = head.admit
-
-    def fails(row: int, info: Any, token_ids: list[int]) -> None:
-        if info.params.seed == SEED:
-            raise IndexError(f"nothing at {SEED}")
-        admit(row, info, token_ids)
-
-    head.admit = fails
 
 
 def stay_away(worker: Any) -> None:

@@ -108,8 +108,8 @@ def counts(worker: Any) -> list[int]:
     return worker.counts
 
 
-def fail_on_last(worker: Any) -> None:
-    """Has the last stage fail to admit requests with ``SEED``."""
+def fail_admission(worker: Any) -> None:
+    """Has the runner fail to admit requests with ``SEED``."""
     head = worker.model_runner.parts.head
     admit = head.admit
 
@@ -118,8 +118,13 @@ def fail_on_last(worker: Any) -> None:
             raise IndexError(f"nothing at {SEED}")
         admit(row, info, token_ids)
 
+    head.admit = fails
+
+
+def fail_on_last(worker: Any) -> None:
+    """Has the last stage fail to admit requests with ``SEED``."""
     if worker.rank == 1:
-        head.admit = fails
+        fail_admission(worker)
 
 
 def break_first(worker: Any) -> None:
